@@ -1,0 +1,308 @@
+"""The DataModule: from a DataConfig to a tokenizer, token files and loaders.
+
+One Lightning batch is one optimizer step (a list of micro-batches, see `data.packing`), and a run is one
+Lightning epoch of `max_steps` batches, so the step is the whole state of the loader and nothing needs saving.
+On resume the loader starts at the step after the checkpoint's, while its length stays `max_steps`: Lightning
+compares it with its own restored batch counter. Use `Trainer(max_epochs=1, use_distributed_sampler=False)`.
+"""
+
+import logging
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lightning
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from data import packing
+from data.corpora import SAMPLE_BY, Corpus, Part, file_corpus, sotu_corpus
+from data.errors import DataError
+from data.packing import Batch, Shape
+from data.token_file import TokenFile, token_file
+from data.tokenizers import KINDS, Tokenizer, byte_tokenizer, cached_bpe, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+CORPORA = ("sotu", "text")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Options of the group `data`."""
+
+    corpus: str = "sotu"  # sotu: the addresses of the package sotu | text: local files
+    files: str | list[str] | None = (
+        None  # text: a path, glob or folder of .txt .md .jsonl .json .parquet, or a list
+    )
+    val_files: str | list[str] | None = None  # text: separate validation files; None: split off val_fraction
+    text_key: str = "text"  # JSON and Parquet: the key that holds the text
+    sample_by: str = "document"  # text files: a document is the file | a paragraph | a line
+    val_fraction: float = 0.03  # of the documents, at least one
+    split_seed: int = 0  # which documents validate
+    tokenizer: str = "bpe"  # bytes | bpe: trained on the training documents | file
+    vocab_size: int = 4096  # bpe: ids asked for, the end-of-text token included
+    tokenizer_train_bytes: int = 50_000_000  # bpe: bytes of text to learn from, at most
+    tokenizer_file: str | None = None  # file: path of a tokenizer.json
+    eot_token: str | None = None  # file: its end-of-text token; None: <|endoftext|> or another common name
+    seq_len: int = 256  # tokens of a row
+    isolate_documents: bool = False  # add cu_seqlens, so that documents in a row don't see each other
+    val_batch_size: int = 8  # windows of seq_len tokens
+    max_val_windows: int | None = None  # validate on the first ones only; None: on all
+    num_workers: int = 0  # loader processes
+    cache_dir: str = "~/.cache/kda_lm"  # tokenizers, token files and Arrow copies
+
+    def __post_init__(self) -> None:
+        for name, choices in (("corpus", CORPORA), ("tokenizer", KINDS), ("sample_by", SAMPLE_BY)):
+            if getattr(self, name) not in choices:
+                raise DataError(f"data.{name} is {getattr(self, name)!r}: choose one of {', '.join(choices)}")
+        for name in ("vocab_size", "tokenizer_train_bytes", "seq_len", "val_batch_size", "max_val_windows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DataError(f"data.{name} is {value}: it must be at least 1")
+        for name in ("num_workers", "split_seed"):
+            if getattr(self, name) < 0:
+                raise DataError(f"data.{name} is {getattr(self, name)}: it must not be negative")
+        if not 0 < self.val_fraction < 1:
+            raise DataError(f"data.val_fraction is {self.val_fraction}: it must lie between 0 and 1")
+        if self.corpus == "text" and self.files in (None, "", [], "???"):
+            raise DataError("data.files is not set: give a path, a glob, a folder or a list of those")
+        if self.corpus != "text" and (self.files or self.val_files):
+            raise DataError(f"data.files and data.val_files need data.corpus text, not {self.corpus}")
+        if self.tokenizer == "file" and not self.tokenizer_file:
+            raise DataError(
+                "data.tokenizer_file is not set: data.tokenizer file needs the path of a tokenizer.json"
+            )
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> "DataConfig":
+        """Checks names and types of the options. Raises DataError listing what is accepted."""
+        hints = typing.get_type_hints(cls)
+        unknown = [str(key) for key in mapping if key not in hints]
+        if unknown:
+            raise DataError(f"unknown option data.{unknown[0]}: accepted are {', '.join(hints)}")
+        values = {}
+        for key, value in mapping.items():
+            plain = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+            values[key] = _typed(key, plain, hints[key])
+        return cls(**values)
+
+
+def _typed(key: str, value: Any, hint: Any) -> Any:
+    """The value, with an integer taken as a float where that is asked for."""
+    accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in accepted:
+        if kind is float and type(value) is int:
+            return float(value)
+        if kind == list[str]:
+            if isinstance(value, list) and all(isinstance(item, str) for item in value):
+                return value
+        elif type(value) is kind:
+            return value
+    names = " or ".join(
+        {types.NoneType: "null", list[str]: "list[str]"}.get(kind, kind.__name__) for kind in accepted
+    )
+    raise DataError(f"data.{key} is {value!r}: it takes {names}")
+
+
+class DataModule(lightning.LightningDataModule):
+    """Builds or reuses the tokenizer and the token files, and serves them.
+
+    batch_size        rows of an optimizer step, over all ranks and micro-batches
+    micro_batch_size  rows that go through the model at once; None: all rows of a rank
+    max_steps         optimizer steps of the run
+    seed              of the order of training blocks
+    base_dir          where relative paths of the config start (default: the working directory now)
+
+    `prepare()` does all the work and may be called at any time, before a model that needs `vocab_size` is
+    built. Raises DataError for input that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        batch_size: int,
+        micro_batch_size: int | None,
+        max_steps: int,
+        seed: int,
+        base_dir: Path | None = None,
+    ) -> None:
+        super().__init__()
+        Shape(config.seq_len, batch_size, micro_batch_size).check()
+        if max_steps < 1:
+            raise DataError(f"max_steps is {max_steps}: it must be at least 1")
+        if seed < 0:
+            raise DataError(f"seed is {seed}: it must not be negative")
+        self.config = config
+        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
+        self.max_steps, self.seed = max_steps, seed
+        self._base_dir = base_dir or Path.cwd()
+        self._cache_dir = self._base_dir / Path(config.cache_dir).expanduser()
+        self.allow_zero_length_dataloader_with_multiple_devices = True  # a rank may have no validation window
+
+    # ------------------------------------------------------------------------------------- preparing
+
+    def prepare(self) -> "DataModule":
+        """Makes or reuses everything on disk and checks that it is enough; idempotent."""
+        for file in (self.val, self.train):  # the small one first, as it may be too small
+            packing.blocks_per_epoch(file, self.config.seq_len)
+        return self
+
+    def prepare_data(self) -> None:
+        """Lightning's hook, called by one process a node."""
+        self.prepare()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Lightning's hook, called by every process."""
+        self.prepare()
+
+    def _open(self, files: str | list[str]) -> Corpus:
+        config = self.config
+        return file_corpus(
+            files,
+            cache_dir=self._cache_dir,
+            text_key=config.text_key,
+            sample_by=config.sample_by,
+            base_dir=self._base_dir,
+        )
+
+    @cached_property
+    def _parts(self) -> tuple[Part, Part]:
+        """Training and validation documents."""
+        config = self.config
+        corpus = sotu_corpus() if config.files is None else self._open(config.files)
+        if config.val_files is not None:
+            return Part(corpus, "train"), Part(self._open(config.val_files), "val")
+        return (
+            Part(corpus, "train", config.val_fraction, config.split_seed),
+            Part(corpus, "val", config.val_fraction, config.split_seed),
+        )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        config = self.config
+        if config.tokenizer == "bytes":
+            return byte_tokenizer()
+        if config.tokenizer_file is not None and config.tokenizer == "file":
+            return load_tokenizer(self._base_dir / Path(config.tokenizer_file).expanduser(), config.eot_token)
+        return cached_bpe(self._parts[0], config.vocab_size, config.tokenizer_train_bytes, self._cache_dir)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the tokenizer as it is, which may be fewer than the config asks for."""
+        return self.tokenizer.vocab_size
+
+    @cached_property
+    def train(self) -> TokenFile:
+        """Tokens of the training documents."""
+        return token_file(self._parts[0], self.tokenizer, self._cache_dir)
+
+    @cached_property
+    def val(self) -> TokenFile:
+        """Tokens of the validation documents."""
+        return token_file(self._parts[1], self.tokenizer, self._cache_dir)
+
+    @cached_property
+    def val_windows(self) -> int:
+        """Windows that validation covers, over all ranks."""
+        count = packing.window_count(self.val, self.config.seq_len)
+        return min(count, self.config.max_val_windows or count)
+
+    @cached_property
+    def val_bytes(self) -> int:
+        """UTF-8 bytes of the validation text that the validation windows cover.
+
+        All of it, or, under `max_val_windows`, the bytes of the targets (exact for byte-level tokenizers).
+        """
+        covered = self.val_windows * self.config.seq_len + 1
+        if covered >= len(self.val):
+            return self.val.manifest.text_bytes
+        return int(self.tokenizer.token_bytes()[self.val.tokens[1:covered]].sum())
+
+    # --------------------------------------------------------------------------------------- loading
+
+    @property
+    def _rank_and_world(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    @property
+    def start_step(self) -> int:
+        """Steps that the run has behind it: 0, or those of the checkpoint it resumes.
+
+        Lightning's count of batches is used and not `trainer.global_step`, which counts every optimizer of a
+        step and leaves out skipped updates.
+        """
+        if self.trainer is None:
+            return 0
+        return self.trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
+
+    def train_dataloader(self) -> "DataLoader[list[Batch]]":
+        """Steps `start_step` … `max_steps` − 1, each as a list of micro-batches; its len() is `max_steps`."""
+        rank, world = self._rank_and_world
+        shape = Shape(self.config.seq_len, self.batch_size, self.micro_batch_size, world)
+        shape.check()
+        dataset = TrainSteps(self.train, shape, self.seed, rank, self.config.isolate_documents)
+        return self._loader(dataset, RemainingSteps(self.start_step, self.max_steps))
+
+    def val_dataloader(self) -> "DataLoader[Batch]":
+        """This rank's validation windows (rank, rank + world, …), `val_batch_size` at a time."""
+        rank, world = self._rank_and_world
+        windows = range(rank, self.val_windows, world)
+        dataset = EvalBatches(
+            self.val, self.config.seq_len, windows, self.config.val_batch_size, self.config.isolate_documents
+        )
+        return self._loader(dataset, range(len(dataset)))
+
+    def _loader(self, dataset: "Dataset[Any]", sampler: Any) -> "DataLoader[Any]":
+        pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return DataLoader(
+            dataset, batch_size=None, sampler=sampler, num_workers=self.config.num_workers, pin_memory=pin
+        )
+
+
+class TrainSteps(Dataset[list[Batch]]):
+    """Optimizer steps of one rank, by step."""
+
+    def __init__(self, file: TokenFile, shape: Shape, seed: int, rank: int, isolate: bool) -> None:
+        self._arguments = (file, shape, seed)
+        self._rank, self._isolate = rank, isolate
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        return packing.train_step(*self._arguments, step, self._rank, self._isolate)
+
+
+class EvalBatches(Dataset[Batch]):
+    """Evaluation windows in batches of `size`, by batch; the last may be smaller."""
+
+    def __init__(self, file: TokenFile, seq_len: int, windows: range, size: int, isolate: bool) -> None:
+        self._file, self._seq_len, self._windows, self._size, self._isolate = (
+            file,
+            seq_len,
+            windows,
+            size,
+            isolate,
+        )
+
+    def __len__(self) -> int:
+        return -(-len(self._windows) // self._size)
+
+    def __getitem__(self, index: int) -> Batch:
+        windows = self._windows[index * self._size : (index + 1) * self._size]
+        return packing.eval_batch(self._file, self._seq_len, windows, self._isolate)
+
+
+class RemainingSteps(Sampler[int]):
+    """Yields start … stop − 1, but has the length of the whole run, which Lightning counts against."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._start, self._stop = start, stop
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._start, self._stop))
+
+    def __len__(self) -> int:
+        return self._stop

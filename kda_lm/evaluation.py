@@ -1,0 +1,63 @@
+"""Perplexity and bits per byte: one tally for training's validation and for scripts/evaluate.py.
+
+    loss           = Σ −log p(target) / targets             nats a token
+    perplexity     = exp(loss)
+    bits per byte  = Σ −log p(target) / (ln 2 · bytes)      bytes: UTF-8 bytes of the text that was scored
+
+Sums, never means of means: the result does not depend on the batch size. Log-probabilities are float32, sums float64.
+Every token of the text is a target once, and so is the end of each document, which has no bytes.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kda_lm.model import LM
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of an evaluation; `bits_per_byte` is None where the number of bytes is not known."""
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    targets: int
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        values = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
+
+
+class Tally:
+    """Running sum of −log p over targets."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None  # [2]: nats, targets; float64
+
+    def add(self, nll: Tensor, targets: Tensor) -> None:
+        sums = torch.stack([nll.detach().double(), targets.double()])
+        self.sums = sums if self.sums is None else self.sums + sums
+
+    def score(self, num_bytes: int | None = None) -> Score:
+        nll, targets = self.sums.tolist() if self.sums is not None else (0.0, 0.0)
+        loss = nll / targets if targets else math.nan
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return Score(loss, perplexity, nll / math.log(2) / num_bytes if num_bytes else None, int(targets))
+
+
+@torch.inference_mode()
+def evaluate(
+    model: LM, batches: Iterable[dict[str, Tensor]], device: torch.device, num_bytes: int | None = None
+) -> Score:
+    """Score `batches` of {tokens, targets[, cu_seqlens]}, as the data room makes them, on `device`."""
+    training = model.training
+    model.eval()
+    tally = Tally()
+    for batch in batches:
+        tally.add(*model.loss(**{name: tensor.to(device) for name, tensor in batch.items()}))
+    model.train(training)
+    return tally.score(num_bytes)

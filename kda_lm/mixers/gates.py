@@ -1,0 +1,92 @@
+"""The learned gates of a recurrent mixer: decay, write strength, output gate.
+
+They are small, and what they learn is a time scale or an opening, not a feature: `Gate` marks them, and the optimizer
+gives what it marks no weight decay. `A_log` and `dt_bias` stay float32 whatever the model's dtype: in bf16 a
+difference of 1 % in a time scale would be rounded away.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Gate(nn.Module):
+    """Base of all gates; a marker for the optimizer (no weight decay inside)."""
+
+
+class DecayParameters(nn.Module):
+    """A_log [HV] and dt_bias [HV] or [HV·K] of the log-decay g = −exp(A_log) · softplus(raw + dt_bias).
+
+    As published (Mamba-2, Gated DeltaNet, Kimi Linear): exp(A_log) ~ U(1, 16), softplus(dt_bias) ~ log U(1e-3, 1e-1).
+    """
+
+    def __init__(self, num_heads: int, num_biases: int) -> None:
+        super().__init__()
+        rate = torch.empty(num_heads, dtype=torch.float32).uniform_(1, 16)
+        step = torch.empty(num_biases, dtype=torch.float32).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        self.A_log = nn.Parameter(rate.log())
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DecayParameters":
+        # `.to(dtype)`, `.half()` and the like move these parameters but never narrow them.
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+
+class ScalarDecay(Gate):
+    """Gated DeltaNet's gate: one raw value a head, W x → [B, T, HV]."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(dim, num_heads, bias=False)
+        self.timescale = DecayParameters(num_heads, num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x)
+
+
+class ChannelDecay(Gate):
+    """KDA's gate: one raw value a key channel through a low rank, W_up W_down x → [B, T, HV, K]."""
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int, rank: int) -> None:
+        super().__init__()
+        self.down_proj = nn.Linear(dim, rank, bias=False)
+        self.up_proj = nn.Linear(rank, num_heads * head_dim, bias=False)
+        self.timescale = DecayParameters(num_heads, num_heads * head_dim)
+        self.num_heads = num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up_proj(self.down_proj(x)).unflatten(-1, (self.num_heads, -1))
+
+
+class WriteStrength(Gate):
+    """The logit of β, W x → [B, T, HV]; the kernel applies the sigmoid."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(dim, num_heads, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x)
+
+
+class OutputGate(Gate):
+    """y ⊙ act(W x) with a full matrix (rank None), or y ⊙ act(W_up W_down x + b) through a low rank (Kimi Linear)."""
+
+    def __init__(self, dim: int, value_dim: int, rank: int | None, activation: str) -> None:
+        super().__init__()
+        self.proj: nn.Module
+        if rank is None:
+            self.proj = nn.Linear(dim, value_dim, bias=False)
+        else:
+            self.proj = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, value_dim, bias=True))
+        self.activation = {"sigmoid": torch.sigmoid, "silu": F.silu}[activation]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return y * self.activation(self.proj(x))

@@ -1,0 +1,190 @@
+"""The recurrent mixer: one class for linear attention, DeltaNet, Gated DeltaNet, KDA and what lies between.
+
+    S ← exp(g_t) ⊙ S                                 decay: none | scalar | channel
+    u = β_t (v_t − Sᵀ k_t)  or  v_t                  rule:  delta | additive
+    S ← S + k_t uᵀ,   o_t = K^(−1/2) · Sᵀ q_t
+
+around which
+
+    q, k, v = act(conv(W x)),  then a feature map and a norm on q and k
+    y = W_out (gate(x) ⊙ RMSNorm_head(o))
+
+Defaults are Kimi Linear's KDA layer (technical report, section 3); configs/mixer holds the other published layers.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels
+from kda_lm.layers import RMSNorm, ShortConvolution
+from kda_lm.mixers.gates import ChannelDecay, OutputGate, ScalarDecay, WriteStrength
+
+CHUNK_SIZE = 64  # the chunk length that FLOPs are counted at, as in Kimi Linear's equation 13
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Options of a recurrent mixer; see the module's equations."""
+
+    rule: Literal["additive", "delta"] = "delta"
+    decay: Literal["none", "scalar", "channel"] = "channel"
+    num_heads: int = 4  # H, heads of q and k
+    num_value_heads: int | None = None  # HV, a multiple of H (grouped value heads); null: H
+    expand_k: float = 1.0  # H · K = expand_k · dim
+    expand_v: float = 1.0  # HV · V = expand_v · dim
+    conv_width: int = 4  # taps of the short convolution on q, k and v; 0: none
+    activation: Literal["silu", "none"] = "silu"  # on q, k and v, after the convolution
+    feature_map: Literal["none", "relu", "elu1"] = "none"  # on q and k, after the activation; elu1 is 1 + ELU
+    qk_norm: Literal["l2", "none"] = "l2"  # of each head's q and k
+    normalize: bool = False  # divide by the summed keys' product with q (additive rule without decay only)
+    allow_neg_eigval: bool = False  # β in (0, 2) instead of (0, 1): the write may reflect
+    gate_rank: int | None = None  # of the channel decay and the low-rank output gate; null: V
+    output_norm: bool = True  # RMSNorm over each value head
+    output_gate: Literal["none", "low_rank", "full"] = "low_rank"
+    output_gate_activation: Literal["sigmoid", "silu"] = "sigmoid"
+    backend: Literal["auto", "triton", "torch", "reference"] = "auto"  # which kernel implementation runs
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1:
+            raise ValueError(f"num_heads is {self.num_heads}; it takes at least 1")
+        if self.value_heads < 1 or self.value_heads % self.num_heads:
+            raise ValueError(
+                f"num_value_heads is {self.num_value_heads}; it takes a multiple of num_heads = {self.num_heads}"
+            )
+        if not 0 <= self.conv_width <= 8:
+            raise ValueError(f"conv_width is {self.conv_width}; it takes 0 (none) to 8")
+        if self.normalize and (self.rule, self.decay) != ("additive", "none"):
+            raise ValueError("normalize is for rule=additive with decay=none only")
+        if self.allow_neg_eigval and self.rule != "delta":
+            raise ValueError("allow_neg_eigval is for rule=delta only: the additive rule has no write strength")
+        if self.gate_rank is not None and self.gate_rank < 1:
+            raise ValueError(f"gate_rank is {self.gate_rank}; it takes at least 1, or null for the value head size")
+
+    @property
+    def value_heads(self) -> int:
+        return self.num_heads if self.num_value_heads is None else self.num_value_heads
+
+
+class RecurrentState(NamedTuple):
+    """What a recurrent mixer carries from token to token; its size does not depend on how many there were."""
+
+    memory: Tensor  # S, [B, HV, K, V], float32; with `normalize` one more value column, the sum of the keys
+    conv: Tensor | None  # the convolution's last inputs, [B, width − 1, 2·H·K + HV·V]
+
+
+class RecurrentMixer(nn.Module):
+    """See the module's docstring; x [B, T, dim] → y [B, T, dim] and the state after the last token."""
+
+    def __init__(self, dim: int, config: RecurrentConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads, self.num_value_heads = config.num_heads, config.value_heads
+        self.head_k_dim = _head_dim(dim, config.expand_k, self.num_heads, "expand_k", "num_heads")
+        self.head_v_dim = _head_dim(dim, config.expand_v, self.num_value_heads, "expand_v", "num_value_heads")
+        self.key_dim, self.value_dim = self.num_heads * self.head_k_dim, self.num_value_heads * self.head_v_dim
+        rank = config.gate_rank or self.head_v_dim
+
+        self.q_proj = nn.Linear(dim, self.key_dim, bias=False)
+        self.k_proj = nn.Linear(dim, self.key_dim, bias=False)
+        self.v_proj = nn.Linear(dim, self.value_dim, bias=False)
+        conv_dim = 2 * self.key_dim + self.value_dim
+        activation = None if config.activation == "none" else config.activation
+        self.conv = ShortConvolution(conv_dim, config.conv_width, activation) if config.conv_width else None
+        self.decay: ScalarDecay | ChannelDecay | None = None
+        if config.decay == "scalar":
+            self.decay = ScalarDecay(dim, self.num_value_heads)
+        elif config.decay == "channel":
+            self.decay = ChannelDecay(dim, self.num_value_heads, self.head_k_dim, rank)
+        self.write = WriteStrength(dim, self.num_value_heads) if config.rule == "delta" else None
+        self.output_norm = RMSNorm(self.head_v_dim) if config.output_norm else None
+        self.output_gate: OutputGate | None = None
+        if config.output_gate != "none":
+            gate_rank = rank if config.output_gate == "low_rank" else None
+            self.output_gate = OutputGate(dim, self.value_dim, gate_rank, config.output_gate_activation)
+        self.out_proj = nn.Linear(self.value_dim, dim, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: RecurrentState | None = None,
+        cu_seqlens: Tensor | None = None,
+        recurrent: bool = False,
+    ) -> tuple[Tensor, RecurrentState]:
+        """`recurrent` chooses the token-by-token form (decoding) over the chunkwise one (training, prefill)."""
+        config = self.config
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        conv_state = None
+        if self.conv is not None:
+            qkv, conv_state = self.conv(qkv, None if state is None else state.conv, cu_seqlens)
+        elif config.activation == "silu":
+            qkv = F.silu(qkv)
+        q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        q, k = (_feature_map(config.feature_map, z).unflatten(-1, (self.num_heads, -1)) for z in (q, k))
+        v = v.unflatten(-1, (self.num_value_heads, -1))
+
+        decay = None if self.decay is None else self.decay.timescale
+        attend = kernels.fused_recurrent if recurrent else kernels.chunk
+        o, memory = attend(
+            q,
+            k,
+            v,
+            None if self.decay is None else self.decay(x),
+            None if self.write is None else self.write(x),
+            rule=config.rule,
+            decay=config.decay,
+            initial_state=None if state is None else state.memory,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=config.qk_norm == "l2",
+            use_gate_in_kernel=decay is not None,
+            use_beta_sigmoid_in_kernel=self.write is not None,
+            allow_neg_eigval=config.allow_neg_eigval,
+            normalize=config.normalize,
+            A_log=None if decay is None else decay.A_log,
+            dt_bias=None if decay is None else decay.dt_bias,
+            cu_seqlens=cu_seqlens,
+            backend=config.backend,
+        )
+        if self.output_norm is not None:
+            o = self.output_norm(o)
+        y = o.flatten(-2)
+        if self.output_gate is not None:
+            y = self.output_gate(x, y)
+        return self.out_proj(y), RecurrentState(memory, conv_state)
+
+    def flops_per_token(self, length: int) -> int:
+        """Floating-point operations a token of a forward pass, chunkwise; independent of `length`.
+
+        2 a parameter of every matrix and convolution, and for mixing, a head: 4KV + C(K + V) additive,
+        6KV + C(2K + V) + C² delta (Kimi Linear, equation 13, for K ≠ V; C = 64).
+        """
+        k, v, c = self.head_k_dim, self.head_v_dim, CHUNK_SIZE
+        delta = self.config.rule == "delta"
+        mixing = 6 * k * v + c * (2 * k + v) + c * c if delta else 4 * k * v + c * (k + v)
+        return 2 * sum(p.numel() for p in self.parameters() if p.dim() > 1) + self.num_value_heads * mixing
+
+    def state_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Bytes carried a sequence: the float32 memory and the convolution's inputs in `dtype`; any `length`."""
+        columns = self.head_v_dim + int(self.config.normalize)
+        taps = max(self.config.conv_width - 1, 0)
+        conv = taps * (2 * self.key_dim + self.value_dim) * dtype.itemsize
+        return 4 * self.num_value_heads * self.head_k_dim * columns + conv
+
+
+def _feature_map(name: str, x: Tensor) -> Tensor:
+    if name == "relu":
+        return F.relu(x)
+    if name == "elu1":
+        return 1 + F.elu(x)  # positive, as a normaliser needs it (Katharopoulos et al. 2020)
+    return x
+
+
+def _head_dim(dim: int, expand: float, heads: int, expand_name: str, heads_name: str) -> int:
+    """Channels a head of a projection to expand · dim channels; ValueError unless they divide evenly."""
+    total = round(expand * dim)
+    if total < heads or total % heads:
+        raise ValueError(f"{expand_name} × dim = {total} must be a positive multiple of {heads_name} = {heads}")
+    return total // heads

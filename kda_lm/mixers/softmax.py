@@ -1,0 +1,128 @@
+"""Causal softmax attention, the mechanism that the others are measured against.
+
+    o_t = Σ_{s ≤ t} softmax_s(D^(−1/2) q_tᵀ k_s) v_s
+
+with rotary positions or none, RMS-normalised q and k, grouped-query heads, and the recurrent mixers' short
+convolution as an option: without it, comparisons of recall measure the convolution.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels
+from kda_lm.layers import RMSNorm, ShortConvolution, rotate
+
+
+@dataclass(frozen=True)
+class SoftmaxConfig:
+    """Options of a softmax mixer."""
+
+    num_heads: int = 4  # heads of q; each has dim / num_heads channels
+    num_kv_heads: int | None = None  # heads of k and v, a divisor of num_heads (grouped queries); null: num_heads
+    rope: bool = True  # rotary positions; false: none (NoPE)
+    rope_theta: float = 10000.0
+    qk_norm: Literal["rms", "none"] = "rms"  # of each head's q and k, with a learned scale
+    conv_width: int = 0  # taps of a short convolution on q, k and v; 0: none
+    activation: Literal["silu", "none"] = "none"  # on q, k and v, after the convolution
+    backend: Literal["auto", "triton", "torch", "reference"] = "auto"  # which kernel implementation runs
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1:
+            raise ValueError(f"num_heads is {self.num_heads}; it takes at least 1")
+        if self.kv_heads < 1 or self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_kv_heads is {self.num_kv_heads}; it takes a divisor of num_heads = {self.num_heads}"
+            )
+        if not 0 <= self.conv_width <= 8:
+            raise ValueError(f"conv_width is {self.conv_width}; it takes 0 (none) to 8")
+        if self.rope_theta <= 0:
+            raise ValueError(f"rope_theta is {self.rope_theta}; it takes a positive number")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+
+class SoftmaxState(NamedTuple):
+    """The keys and values of every earlier token: it grows by one row a token."""
+
+    keys: Tensor  # [B, S, HKV, D], rotated
+    values: Tensor  # [B, S, HKV, D]
+    conv: Tensor | None  # the convolution's last inputs, [B, width − 1, (H + 2·HKV)·D]
+
+
+class SoftmaxMixer(nn.Module):
+    """See the module's docstring; x [B, T, dim] → y [B, T, dim] and the state after the last token."""
+
+    def __init__(self, dim: int, config: SoftmaxConfig) -> None:
+        super().__init__()
+        self.config = config
+        if dim % config.num_heads:
+            raise ValueError(f"dim = {dim} must be a multiple of num_heads = {config.num_heads}")
+        self.head_dim = dim // config.num_heads
+        if config.rope and self.head_dim % 2:
+            raise ValueError(f"rope needs an even head size; dim / num_heads is {self.head_dim}")
+        self.kv_dim = config.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(dim, self.kv_dim, bias=False)
+        self.v_proj = nn.Linear(dim, self.kv_dim, bias=False)
+        activation = None if config.activation == "none" else config.activation
+        conv_dim = dim + 2 * self.kv_dim
+        self.conv = ShortConvolution(conv_dim, config.conv_width, activation) if config.conv_width else None
+        self.q_norm = RMSNorm(self.head_dim) if config.qk_norm == "rms" else None
+        self.k_norm = RMSNorm(self.head_dim) if config.qk_norm == "rms" else None
+        self.out_proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: SoftmaxState | None = None,
+        cu_seqlens: Tensor | None = None,
+        recurrent: bool = False,
+    ) -> tuple[Tensor, SoftmaxState]:
+        """`recurrent` is accepted for the mixers' common signature: attention over a cache has one form only."""
+        config = self.config
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        conv_state = None
+        if self.conv is not None:
+            qkv, conv_state = self.conv(qkv, None if state is None else state.conv, cu_seqlens)
+        elif config.activation == "silu":
+            qkv = F.silu(qkv)
+        sizes = [config.num_heads * self.head_dim, self.kv_dim, self.kv_dim]
+        q, k, v = (z.unflatten(-1, (-1, self.head_dim)) for z in qkv.split(sizes, dim=-1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.rope:
+            positions = _positions(x.shape[1], 0 if state is None else state.keys.shape[1], cu_seqlens, x.device)
+            q, k = rotate(q, positions, config.rope_theta), rotate(k, positions, config.rope_theta)
+        if state is not None:
+            k, v = torch.cat([state.keys, k], dim=1), torch.cat([state.values, v], dim=1)
+        o = kernels.softmax_attention(q, k, v, cu_seqlens=cu_seqlens, backend=config.backend)
+        return self.out_proj(o.flatten(-2)), SoftmaxState(k, v, conv_state)
+
+    def flops_per_token(self, length: int) -> int:
+        """Floating-point operations a token of a forward pass over `length` tokens, causal (half the square):
+
+        2 a parameter of every matrix and convolution, and 2 · length · dim for scores and values.
+        """
+        matrices = 2 * sum(p.numel() for p in self.parameters() if p.dim() > 1)
+        return matrices + 2 * length * self.config.num_heads * self.head_dim
+
+    def state_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Bytes carried a sequence after `length` tokens: keys, values, convolution inputs, all in `dtype`."""
+        taps = max(self.config.conv_width - 1, 0)
+        conv = taps * (self.config.num_heads * self.head_dim + 2 * self.kv_dim)
+        return (2 * length * self.kv_dim + conv) * dtype.itemsize
+
+
+def _positions(length: int, offset: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Each token's place in its own sequence, [T]."""
+    positions = torch.arange(offset, offset + length, device=device)
+    if cu_seqlens is None:
+        return positions
+    sequence = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype), right=True) - 1
+    return positions - cu_seqlens[sequence]

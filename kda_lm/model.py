@@ -1,0 +1,210 @@
+"""The language model: embedding → blocks → norm → head, each block a mixer and an MLP around a residual stream.
+
+    x ← x + mixer(RMSNorm(x));   x ← x + SwiGLU(RMSNorm(x))
+
+Which mixer a layer has is read off `pattern`, tiled over depth: `[kda, kda, kda, softmax]` over 8 layers is twice three
+KDA layers and a softmax layer. The names are the keys of the `mixers` that the model is built with (configs/mixer).
+
+Initialisation (`init: fan_in`, the default): every matrix is normal with deviation 1/√fan-in; the two matrices of a
+block that write to the residual stream are divided by √(2 · layers) on top; convolutions have deviation 1/√width; the
+embedding is normal with deviation 1/√dim and its rows are multiplied by √dim on the way in, so that the stream starts
+at unit scale and a tied head gives logits of unit scale. `init: normal` draws every matrix and the embedding from
+normal(0, 0.02) instead, as GPT-2 did; at small widths it leaves the low-rank gates all but dead. Decay parameters
+(A_log, dt_bias) and norms have their own start, see mixers/gates.py.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kda_lm.config import read_config
+from kda_lm.errors import UserError
+from kda_lm.layers import RMSNorm, SwiGLU
+from kda_lm.mixers import Mixer, MixerState, build_mixer
+
+LMState = Sequence[MixerState]
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """Sizes of the model. `vocab_size` comes from the tokenizer, never from a file."""
+
+    pattern: tuple[str, ...]  # mixer names, tiled over depth
+    vocab_size: int
+    num_layers: int = 4
+    dim: int = 128
+    mlp_hidden: int | None = None  # null: 8/3 · dim, rounded up to a multiple of 16; 0: no MLP
+    tie_embeddings: bool = True
+    init: Literal["fan_in", "normal"] = "fan_in"
+
+    def __post_init__(self) -> None:
+        if not self.pattern:
+            raise ValueError("pattern is empty; it takes a list of mixer names, such as [kda, kda, kda, softmax]")
+        for name in ("vocab_size", "num_layers", "dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it takes at least 1")
+        if self.mlp_hidden is not None and self.mlp_hidden < 0:
+            raise ValueError(f"mlp_hidden is {self.mlp_hidden}; it takes 0 (no MLP) or more, or null")
+
+    @property
+    def hidden(self) -> int:
+        return math.ceil(self.dim * 8 / 3 / 16) * 16 if self.mlp_hidden is None else self.mlp_hidden
+
+
+class Block(nn.Module):
+    """Pre-norm residual block; x [B, T, dim] → x [B, T, dim] and the mixer's state."""
+
+    def __init__(self, dim: int, hidden: int, mixer: Mixer) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(dim)
+        self.mixer = mixer
+        self.mlp_norm = RMSNorm(dim) if hidden else None
+        self.mlp = SwiGLU(dim, hidden) if hidden else None
+
+    def forward(
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, recurrent: bool
+    ) -> tuple[Tensor, MixerState]:
+        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens, recurrent)
+        x = x + y
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x, state
+
+
+class LM(nn.Module):
+    """A causal language model over token ids.
+
+    `mixers` maps the names used in `config.pattern` to mixer options (see kda_lm.mixers.build_mixer); only those that
+    the pattern uses are built.
+
+    Raises UserError: a name in the pattern that `mixers` lacks (the names are listed), or bad mixer options.
+    """
+
+    def __init__(self, config: LMConfig, mixers: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__()
+        self.config = config
+        names = [config.pattern[i % len(config.pattern)] for i in range(config.num_layers)]
+        for name in config.pattern:
+            if name not in mixers:
+                raise UserError(f"model.pattern: unknown layer kind '{name}'; kinds are {', '.join(mixers)}")
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(
+            Block(config.dim, config.hidden, build_mixer(config.dim, mixers[name], f"mixers.{name}")) for name in names
+        )
+        self.norm = RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.mixer_options = {name: dict(mixers[name]) for name in dict.fromkeys(names)}
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """See the module's docstring."""
+        fan_in = self.config.init == "fan_in"
+        nn.init.normal_(self.embedding.weight, std=self.config.dim**-0.5 if fan_in else 0.02)
+        for name, module in self.named_modules():
+            if not isinstance(module, nn.Linear) or (module is self.head and self.config.tie_embeddings):
+                continue
+            std = module.in_features**-0.5 if fan_in else 0.02
+            if name.endswith("out_proj"):
+                std /= math.sqrt(2 * self.config.num_layers)
+            nn.init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def layers(self) -> list[Mixer]:
+        """The mixer of every layer, from the bottom."""
+        return [cast(Block, block).mixer for block in self.blocks]
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Plain values from which `LM.from_hyperparameters` builds the same model."""
+        model = asdict(self.config)
+        model["pattern"] = list(self.config.pattern)
+        return {"model": model, "mixers": self.mixer_options}
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        cu_seqlens: Tensor | None = None,
+        recurrent: bool = False,
+    ) -> tuple[Tensor, list[MixerState]]:
+        """tokens [B, T] → the normalised residual stream [B, T, dim] and every layer's state after the last token.
+
+        With `cu_seqlens` [N + 1], boundaries over the B·T flattened tokens, no layer carries anything across a
+        boundary, and the states are those of the N sequences.
+        """
+        batch, length = tokens.shape
+        if cu_seqlens is not None:
+            tokens = tokens.reshape(1, -1)
+        x = self.embedding(tokens)
+        if self.config.init == "fan_in":
+            x = x * math.sqrt(self.config.dim)
+        states: list[MixerState] = []
+        for i, block in enumerate(self.blocks):
+            x, layer_state = block(x, None if state is None else state[i], cu_seqlens, recurrent)
+            states.append(layer_state)
+        return self.norm(x).view(batch, length, -1), states
+
+    def forward(
+        self, tokens: Tensor, state: LMState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, list[MixerState]]:
+        """tokens [B, T] → logits [B, T, vocab] in float32 (float64 models: float64), and the states; chunkwise."""
+        x, states = self.hidden_states(tokens, state, cu_seqlens)
+        return _full_precision(self.head(x)), states
+
+    def prefill(self, tokens: Tensor, state: LMState | None = None) -> tuple[Tensor, list[MixerState]]:
+        """Take in tokens [B, T] chunkwise, after `state` if given: the next token's logits [B, vocab], and states."""
+        x, states = self.hidden_states(tokens, state)
+        return _full_precision(self.head(x[:, -1])), states
+
+    def step(self, tokens: Tensor, state: LMState) -> tuple[Tensor, list[MixerState]]:
+        """One more token for each sequence, recurrently: tokens [B] → logits [B, vocab] and the new states.
+
+        `state` is left as it was, so that one state can be continued in several ways.
+        """
+        x, states = self.hidden_states(tokens[:, None], state, recurrent=True)
+        return _full_precision(self.head(x[:, 0])), states
+
+    def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Sum of −log p(target), in nats, over the targets that are not −100, and their number.
+
+        A sum and a count, not a mean: batches and micro-batches then add up whatever their masks.
+        """
+        logits, _ = self(tokens, cu_seqlens=cu_seqlens)
+        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        return nll, (targets != -100).sum()
+
+    def num_parameters(self, embeddings: bool = True) -> int:
+        """Parameters, tied ones once; without `embeddings`, those outside the embedding and the head."""
+        total = sum(p.numel() for p in self.parameters())
+        if embeddings:
+            return total
+        tables = {id(t): t.numel() for t in (self.embedding.weight, self.head.weight)}
+        return total - sum(tables.values())
+
+    def flops_per_token(self, length: int) -> int:
+        """Floating-point operations a token of a forward pass over `length` tokens; training is three times that.
+
+        Counts 2 a parameter of every matrix and what the mixers say of themselves; looking up an embedding is free.
+        """
+        mlp = 2 * 3 * self.config.dim * self.config.hidden
+        layers = sum(mixer.flops_per_token(length) + mlp for mixer in self.layers())
+        return layers + 2 * self.config.dim * self.config.vocab_size
+
+    def state_bytes(self, length: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes that decoding one sequence carries after `length` tokens, caches and activations in `dtype`."""
+        return sum(mixer.state_bytes(length, dtype) for mixer in self.layers())
+
+    @classmethod
+    def from_hyperparameters(cls, hyperparameters: Mapping[str, Any]) -> "LM":
+        return cls(read_config(LMConfig, hyperparameters["model"], "model"), hyperparameters["mixers"])
+
+
+def _full_precision(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

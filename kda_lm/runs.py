@@ -1,0 +1,132 @@
+"""The run folder: everything that one training run leaves behind.
+
+    runs/2026-01-31_12-00-00_hybrid/
+        config.yaml      the resolved configuration
+        run.json         the run's id in wandb, start, and git revision ("dirty" if the work tree differed from it)
+        tokenizer.json   what turned text into tokens
+        metrics.csv      one row a logged step
+        summary.json     the table printed at the end
+        checkpoints/     last.ckpt (latest step), best.ckpt (lowest validation loss)
+        samples/         texts written at every validation
+        wandb/           wandb's own files
+"""
+
+import json
+import os
+import secrets
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from kda_lm.errors import UserError
+
+RUN_DIR_VARIABLE = "KDA_LM_RUN_DIR"  # how the processes that a multi-device run starts find their run's folder
+
+
+def launch_dir() -> Path:
+    """The directory that the user started from; relative paths are relative to it, whatever hydra.job.chdir says."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if HydraConfig.initialized():
+        return Path(HydraConfig.get().runtime.cwd)
+    return Path.cwd()
+
+
+def from_launch_dir(path: str) -> Path:
+    return launch_dir() / Path(path).expanduser()
+
+
+def create_run_folder(run_dir: str | None, name: str) -> Path:
+    """A new folder: `run_dir`, or runs/<time>_<name>, numbered if runs start within one second.
+
+    Raises UserError: `run_dir` exists and is not empty, or the folder can't be made.
+    """
+    inherited = os.environ.get(RUN_DIR_VARIABLE)
+    if inherited and "LOCAL_RANK" in os.environ:
+        return Path(inherited)
+    try:
+        if run_dir is not None:
+            folder = from_launch_dir(run_dir)
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UserError(
+                    f"run_dir {folder} exists and is not empty; choose another, or continue that run with "
+                    f"resume={run_dir}"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = _new_folder(launch_dir() / "runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name}")
+    except OSError as error:
+        raise UserError(f"cannot make the run folder: {error}") from None
+    os.environ[RUN_DIR_VARIABLE] = str(folder)
+    return folder
+
+
+def identity(folder: Path) -> dict[str, str]:
+    """What run.json says; written when the run is new, so that a resumed run keeps its id."""
+    path = folder / "run.json"
+    if path.is_file():
+        values: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+        return values
+    started = datetime.now().astimezone().isoformat(timespec="seconds")
+    values = {"id": secrets.token_hex(4), "started": started, "revision": git_revision()}
+    write_json(path, values)
+    return values
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}_{number}")
+        try:
+            folder.mkdir()  # fails if another run was quicker, however close
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def git_revision() -> str:
+    """The code's commit, " dirty" if files differ from it; "unknown" outside a git checkout."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + (" dirty" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def resume_config(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, Path]:
+    """The configuration of the run that `config.resume` names, changed by `overrides`, and its folder.
+
+    `config` is what the command line composed, `overrides` its words. Raises UserError: no such run, or an override
+    that is not an `option=value` of an option that the run has.
+    """
+    folder = from_launch_dir(config.resume)
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"resume={config.resume}: {folder} is not a run folder (it has no config.yaml)")
+    resumed = OmegaConf.load(path)
+    assert isinstance(resumed, DictConfig)
+    unknown = object()
+    for override in overrides:
+        name = override.partition("=")[0]
+        if name == "resume":
+            continue
+        old = OmegaConf.select(resumed, name, default=unknown)
+        if old is unknown or isinstance(old, DictConfig) or name == "run_dir":
+            raise UserError(f"'{override}' cannot go with resume; single options can, such as trainer.max_steps=1000")
+        OmegaConf.update(resumed, name, OmegaConf.select(config, name))
+    return resumed, folder

@@ -1,0 +1,182 @@
+"""What a run shows while it trains: throughput and loss to the loggers, a progress bar, samples of text."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import WandbLogger
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from data import Tokenizer
+from kda_lm.generation import SamplingConfig, generate
+from kda_lm.training.module import TrainingModule
+
+
+def log_metrics(trainer: lightning.Trainer, metrics: dict[str, float]) -> None:
+    """To every logger, at the number of finished optimizer steps."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.global_step)
+
+
+class Monitor(Callback):
+    """Logs, every `log_every` steps, loss, gradient norm, learning rate, tokens/s and MFU; and every validation.
+
+    Tokens/s are those of the steps since the last log and the waiting for their data; validation, samples and the
+    compilation before the first step don't count. MFU = 3 · forward FLOPs a token (see LM.flops_per_token) · tokens/s
+    / peak, the peak being the data sheet's for a GPU that Lightning knows, and a measured matrix product's otherwise.
+    """
+
+    def __init__(self, log_every: int, tokens_per_step: int, seq_len: int) -> None:
+        self.log_every = log_every
+        self.tokens_per_step = tokens_per_step
+        self.seq_len = seq_len
+        self.tokens_per_second: float | None = None
+        self._steps, self._seconds = 0, 0.0
+        self._since = 0.0
+        self._peak = 0.0
+        self._flops_per_token = 0
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        assert isinstance(pl_module, TrainingModule)
+        self._peak = peak_flops(pl_module.device, trainer.precision == "bf16-mixed") * trainer.world_size
+        self._flops_per_token = 3 * pl_module.model.flops_per_token(self.seq_len)
+        self._since = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        now = time.perf_counter()
+        self._steps += 1
+        self._seconds += now - self._since
+        self._since = now
+        if trainer.global_step % self.log_every:
+            return
+        self.tokens_per_second = self._steps * self.tokens_per_step / self._seconds
+        self._steps, self._seconds = 0, 0.0
+        log_metrics(
+            trainer,
+            {
+                **outputs,
+                "train/tokens": trainer.global_step * self.tokens_per_step,
+                "train/tokens_per_second": self.tokens_per_second,
+                "train/mfu": self.tokens_per_second * self._flops_per_token / self._peak,
+            },
+        )
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        assert isinstance(pl_module, TrainingModule) and pl_module.val_score is not None
+        if trainer.state.fn == "fit":
+            log_metrics(trainer, pl_module.val_score.metrics("val"))
+        self._since = time.perf_counter()
+
+
+class ProgressLine(Callback):
+    """A progress bar with loss and tokens/s on a terminal; elsewhere a line at most every `seconds`."""
+
+    def __init__(self, monitor: Monitor, seconds: float = 10.0) -> None:
+        self.monitor = monitor
+        self.seconds = seconds
+        self._bar: Progress | None = None
+        self._last_line = 0.0
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        console = Console()
+        if not trainer.is_global_zero or not console.is_terminal:
+            return
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console)
+        self._bar.add_task("", total=trainer.max_steps, completed=trainer.global_step, status="")
+        self._bar.start()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        if not trainer.is_global_zero:
+            return
+        assert isinstance(pl_module, TrainingModule)
+        step, speed, score = trainer.global_step, self.monitor.tokens_per_second, pl_module.val_score
+        status = f"loss {outputs['train/loss']:.3f}"
+        if score is not None:
+            status += f" · val {score.loss:.3f}"
+        if speed is not None:
+            status += f" · {speed:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, status=status)
+        elif time.monotonic() - self._last_line >= self.seconds or step == trainer.max_steps:
+            self._last_line = time.monotonic()
+            print(f"step {step}/{trainer.max_steps} · {status}", flush=True)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._stop()
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class Samples(Callback):
+    """At every validation, continues `prompts` and keeps the texts in `folder`/step_N.txt and in wandb."""
+
+    def __init__(self, tokenizer: Tokenizer, prompts: list[str], config: SamplingConfig, folder: Path) -> None:
+        self.tokenizer, self.prompts, self.config, self.folder = tokenizer, prompts, config, folder
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if trainer.state.fn != "fit" or not trainer.is_global_zero:
+            return
+        assert isinstance(pl_module, TrainingModule)
+        texts = [sample_text(pl_module, self.tokenizer, prompt, self.config) for prompt in self.prompts]
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f"step_{trainer.global_step:06d}.txt"
+        path.write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_text("samples", ["step", "text"], [[str(trainer.global_step), text] for text in texts])
+
+
+def sample_text(module: TrainingModule, tokenizer: Tokenizer, prompt: str, config: SamplingConfig) -> str:
+    """`prompt` and its continuation; the module's mode is left as it was."""
+    training = module.training
+    module.eval()
+    ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
+    with module.trainer.precision_plugin.forward_context():
+        tokens = generate(module.model, ids, 1, config, stop_id=tokenizer.eot_id)
+        continuation = [int(token) for token in tokens]
+    module.train(training)
+    return prompt + tokenizer.decode([token for token in continuation if token != tokenizer.eot_id])
+
+
+def peak_flops(device: torch.device, bf16: bool) -> float:
+    """Floating-point operations a second that `device` can do: the data sheet's, else a large matrix product's."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    if device.type == "cuda":
+        try:
+            known = get_available_flops(device, dtype)
+        except (ValueError, KeyError):  # a card that Lightning's table lacks
+            known = None
+        if known is not None:
+            return float(known)
+    size = 4096 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device).to(dtype)
+    seconds = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()  # reading an element waits for the product
+        seconds = min(seconds, time.perf_counter() - start)
+    return 2 * size**3 / seconds

@@ -1,0 +1,112 @@
+"""Where metrics go: metrics.csv in the run folder, and wandb.
+
+wandb is offline unless the user is logged in or says otherwise (WANDB_MODE), and never makes a run wait for a network.
+"""
+
+import csv
+import netrc
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+WANDB_INIT_TIMEOUT = 15  # seconds that a logged-in user's run may wait for the server before it goes on offline
+
+
+class CSVMetrics(Logger):
+    """One row a step in `path`, a column a metric, empty where a step has no value.
+
+    A resumed run goes on in the same file: the rows of steps that are run again are dropped first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._rows: list[dict[str, Any]] = []
+        self._columns = ["step"]
+        self._started = False
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run folder holds the whole configuration already."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        if not self._started:
+            self._started = True
+            self._read(step)
+        if self._rows and self._rows[-1]["step"] == step:
+            self._rows[-1].update(metrics)
+            rewrite = True
+        else:
+            self._rows.append({"step": step, **metrics})
+            rewrite = False
+        new_columns = [name for name in metrics if name not in self._columns]
+        self._columns += new_columns
+        if rewrite or new_columns or len(self._rows) == 1:
+            self._write_all()
+        else:
+            with self.path.open("a", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow(self._rows[-1])
+
+    def _read(self, first_step: int) -> None:
+        """Earlier rows of a run that is resumed, up to `first_step`."""
+        if self.path.is_file():
+            with self.path.open(newline="") as file:
+                reader = csv.DictReader(file)
+                self._rows = [{**row, "step": int(row["step"])} for row in reader if int(row["step"]) < first_step]
+                self._columns = list(reader.fieldnames or ["step"])
+            self._write_all()
+
+    def _write_all(self) -> None:
+        temporary = self.path.with_suffix(".tmp")
+        with temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(self._rows)
+        temporary.replace(self.path)
+
+
+def wandb_logger(project: str, folder: Path, name: str, run_id: str, config: dict[str, Any]) -> WandbLogger:
+    """A wandb run that continues `run_id` if that exists; its files lie under `folder`/wandb.
+
+    WANDB_MODE decides if set; otherwise online for a logged-in user and offline for everybody else. A server that
+    does not answer within WANDB_INIT_TIMEOUT seconds makes the run offline, not late.
+    """
+    import wandb  # here: it takes a second, and a run without wandb should not pay for it
+
+    mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+    settings = wandb.Settings(init_timeout=WANDB_INIT_TIMEOUT, silent=True, console="off")
+    options: dict[str, Any] = {"project": project, "name": name, "id": run_id, "dir": str(folder), "config": config}
+    try:
+        run = wandb.init(**options, mode=mode, resume="allow", settings=settings)
+    except wandb.errors.CommError:
+        rank_zero_info("wandb: the server does not answer; logging offline (`wandb sync` uploads it later)")
+        run = wandb.init(**options, mode="offline", settings=settings)
+    return WandbLogger(experiment=run)
+
+
+def _logged_in() -> bool:
+    """Whether an API key for the wandb server is at hand, looked up without asking anybody."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

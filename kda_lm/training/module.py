@@ -1,0 +1,136 @@
+"""The LightningModule: one Lightning batch is one optimizer step.
+
+A batch is the list of a step's micro-batches, and accumulation happens inside `training_step`. So Lightning's batch
+counter, its step counter, the schedule, the loggers and the checkpoints all count the same thing, and no checkpoint
+can fall into the middle of an accumulation. The gradient is that of
+
+    Σ −log p(target) over all micro-batches and ranks  /  number of targets over all micro-batches and ranks
+
+which is the big batch's gradient whatever the masks are.
+"""
+
+import random
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from kda_lm.errors import UserError
+from kda_lm.evaluation import Score, Tally
+from kda_lm.model import LM
+from kda_lm.training.optim import OptimConfig, build_optimizer, build_schedule
+
+MicroBatch = dict[str, Tensor]
+
+
+class TrainingModule(lightning.LightningModule):
+    """Trains `model`; `metadata` are plain values that go into every checkpoint beside the model's own."""
+
+    def __init__(
+        self, model: LM, optim: OptimConfig, max_steps: int, metadata: dict[str, Any], val_bytes: int | None = None
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = model
+        self.optim = optim
+        self.max_steps = max_steps
+        self.metadata = metadata
+        self.val_bytes = val_bytes
+        self.val_score: Score | None = None  # the latest validation's
+        self._tally = Tally()
+        self._saved_rng: dict[str, Any] | None = None
+
+    def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]
+        optimizer = build_optimizer(self.model, self.optim)
+        schedule = build_schedule(optimizer, self.optim, self.max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: list[MicroBatch], batch_idx: int) -> dict[str, Any]:
+        """One optimizer step.
+
+        Raises UserError naming the step when the loss or the gradient is not finite, before any weight changes.
+        """
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        targets = self._sum_over_ranks(sum((micro["targets"] != -100).sum() for micro in batch))  # type: ignore[arg-type]
+        total = torch.zeros((), device=self.device)
+        for i, micro in enumerate(batch):
+            with self._synchronise_gradients(i == len(batch) - 1):
+                nll, _ = self.model.loss(**micro)
+                # DDP averages gradients over ranks; the sum is wanted.
+                self.manual_backward(nll * (self.trainer.world_size / targets.clamp(min=1)))
+            total += nll.detach()
+        loss = self._sum_over_ranks(total) / targets
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.grad_clip or float("inf"))
+        loss_value, norm_value = torch.stack([loss, norm]).tolist()  # the step's only wait for the device
+        step = self.trainer.global_step + 1
+        for what, value in (("loss", loss_value), ("gradient norm", norm_value)):
+            if not np.isfinite(value):
+                raise UserError(
+                    f"step {step}: the {what} is {value}; stopped before the update, checkpoints hold earlier steps "
+                    "only (a lower optim.lr or a longer optim.warmup_steps may help)"
+                )
+        lr = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+        optimizer.step()  # type: ignore[union-attr]
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        schedule.step()  # type: ignore[union-attr, call-arg]
+        return {"train/loss": loss_value, "train/grad_norm": norm_value, "train/lr": lr}
+
+    def on_validation_epoch_start(self) -> None:
+        self._tally = Tally()
+
+    def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
+        self._tally.add(*self.model.loss(**batch))
+
+    def on_validation_epoch_end(self) -> None:
+        if self._tally.sums is not None:
+            self._tally.sums = self._sum_over_ranks(self._tally.sums)
+        self.val_score = self._tally.score(self.val_bytes)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kda_lm"] = {**self.model.hyperparameters(), **self.metadata}
+        checkpoint["rng"] = {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all(),
+            "python": random.getstate(),
+            "numpy": _plain(np.random.get_state(legacy=False)),
+        }
+        # The run's last batch is the last only until somebody gives the run more steps.
+        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._saved_rng = checkpoint["rng"]
+
+    def on_train_start(self) -> None:
+        # As late as possible: building loaders draws random numbers, too.
+        if self._saved_rng is not None:
+            version, internal, gauss = self._saved_rng["python"]
+            torch.set_rng_state(self._saved_rng["torch"].cpu())
+            random.setstate((version, tuple(internal), gauss))
+            np.random.set_state(self._saved_rng["numpy"])
+            if len(self._saved_rng["cuda"]) == torch.cuda.device_count():
+                torch.cuda.set_rng_state_all([state.cpu() for state in self._saved_rng["cuda"]])
+            self._saved_rng = None
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        if self.trainer.world_size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def _synchronise_gradients(self, last: bool) -> AbstractContextManager[None]:
+        wrapped = self.trainer.strategy.model
+        if isinstance(wrapped, DistributedDataParallel) and not last:
+            return wrapped.no_sync()  # type: ignore[no-any-return]
+        return nullcontext()
+
+
+def _plain(value: Any) -> Any:
+    """Nested dicts with NumPy arrays as lists: what a checkpoint may hold and still load with weights_only=True."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value

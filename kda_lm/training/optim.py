@@ -1,0 +1,174 @@
+"""Optimizers and learning-rate schedules.
+
+Which parameter gets what:
+
+| parameters                                             | adamw | muon  | weight decay |
+|--------------------------------------------------------|-------|-------|--------------|
+| matrices (weights of linear layers) outside the gates  | AdamW | Muon  | yes          |
+| matrices of the gates (decay, write strength, output)  | AdamW | Muon  | no           |
+| embedding and head                                     | AdamW | AdamW | no           |
+| norms, biases, convolutions, A_log, dt_bias            | AdamW | AdamW | no           |
+
+Muon (Jordan et al. 2024): the Nesterov momentum of a matrix's gradient, orthogonalised, is the update. It is scaled by
+0.2 · √max(rows, columns), which gives it the root mean square of an AdamW update (Liu et al. 2025), so that one
+learning rate and one weight decay serve both.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from kda_lm.mixers import Gate
+from kda_lm.model import LM
+
+# Quintic Newton–Schulz coefficients (Jordan et al. 2024): steep at 0, and singular values end within about 1 ± 0.3.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and schedule. All counts are optimizer steps, whatever the accumulation."""
+
+    optimizer: Literal["adamw", "muon"] = "muon"
+    lr: float = 3e-3
+    adamw_lr: float | None = None  # with muon: of what AdamW updates; null: lr
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.95  # Muon's
+    weight_decay: float = 0.1  # decoupled: weights shrink by lr · weight_decay a step
+    grad_clip: float = 1.0  # largest norm of the whole gradient; 0: no clipping
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 50  # linear from 0
+    decay_fraction: float = 0.2  # wsd: the last part of the run, over which the rate falls linearly
+    min_lr_ratio: float = 0.1  # the rate at the end, as a part of lr
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or (self.adamw_lr is not None and self.adamw_lr <= 0):
+            raise ValueError("lr and adamw_lr take positive numbers")
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it takes 0 up to, not including, 1")
+        for name in ("weight_decay", "grad_clip", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it takes 0 or more")
+        for name in ("decay_fraction", "min_lr_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it takes 0 to 1")
+
+
+def parameter_groups(model: LM, config: OptimConfig) -> list[dict[str, Any]]:
+    """The table in the module's docstring as optimizer groups; every trainable parameter is in exactly one."""
+    tables = {id(model.embedding.weight), id(model.head.weight)}
+    in_gate = {id(p) for module in model.modules() if isinstance(module, Gate) for p in module.parameters()}
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - tables
+    members: dict[tuple[bool, bool], list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        is_matrix = id(parameter) in matrices
+        muon = is_matrix and config.optimizer == "muon"
+        members[muon, is_matrix and id(parameter) not in in_gate].append(parameter)
+    adamw_lr = config.lr if config.adamw_lr is None or config.optimizer == "adamw" else config.adamw_lr
+    return [
+        {
+            "params": parameters,
+            "muon": muon,
+            "lr": config.lr if muon else adamw_lr,
+            "weight_decay": config.weight_decay if decay else 0.0,
+        }
+        for (muon, decay), parameters in members.items()
+    ]
+
+
+class MuonAdamW(torch.optim.AdamW):
+    """AdamW for every group but those with `muon: True`, whose matrices Muon updates; see the module's docstring.
+
+    One optimizer rather than two, so that one step is one step to schedules, checkpoints and step counters.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
+        super().__init__(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, foreach=True)
+        for group in self.param_groups:
+            if group["muon"]:
+                group["momentum"] = config.momentum
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        groups = self.param_groups
+        try:
+            self.param_groups = [group for group in groups if not group["muon"]]
+            loss = super().step(closure)
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group["muon"]:
+                self._muon_step(group)
+        return loss
+
+    def _muon_step(self, group: dict[str, Any]) -> None:
+        by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                by_shape[parameter.shape].append(parameter)
+        for (rows, columns), parameters in by_shape.items():  # matrices of one shape are orthogonalised together
+            gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
+            buffers = []
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                    state["step"] = torch.tensor(0.0)  # AdamW expects one in every state that it loads
+                state["step"] += 1
+                buffers.append(state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"]))
+            updates = orthogonalise(gradients.lerp(torch.stack(buffers), group["momentum"]))
+            scale = 0.2 * math.sqrt(max(rows, columns))
+            for parameter, update in zip(parameters, updates, strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * scale)
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """About U Vᵀ of each matrix U Σ Vᵀ in [N, rows, columns], by Newton–Schulz; bf16 on a GPU, else float32."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
+    if tall := x.shape[-2] > x.shape[-1]:
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # singular values into (0, 1]
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def build_optimizer(model: LM, config: OptimConfig) -> torch.optim.Optimizer:
+    return MuonAdamW(parameter_groups(model, config), config)
+
+
+def lr_factor(config: OptimConfig, max_steps: int, step: int) -> float:
+    """What the learning rate of the update after `step` finished ones is multiplied by.
+
+    cosine:   warm-up, then half a cosine down to min_lr_ratio at max_steps
+    wsd:      warm-up, then 1, then a straight line down to min_lr_ratio over the last decay_fraction of the run
+    constant: warm-up, then 1
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "wsd":
+        start = max(config.warmup_steps, round(max_steps * (1 - config.decay_fraction)))
+    else:
+        start = config.warmup_steps
+    progress = min(max((step - start) / max(max_steps - start, 1), 0.0), 1.0)
+    shape = progress if config.schedule == "wsd" else (1 - math.cos(math.pi * progress)) / 2
+    return 1 - (1 - config.min_lr_ratio) * shape
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, max_steps: int) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: lr_factor(config, max_steps, step))

@@ -1,0 +1,366 @@
+"""The public functions of the recurrence: twelve names over two generic functions, `chunk` and `fused_recurrent`.
+
+Each name pins a rule and a decay; which options it takes is its signature. Everything that is not the recurrence
+itself happens here once for all of them: checks, query and key norm, gate, write strength, normaliser, choice of
+the implementation. The package docstring has the equation and the conventions.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import chunk_torch, recurrent_torch, reference
+from kernels.checks import (
+    check_choice,
+    check_groups,
+    check_scale,
+    check_tensor,
+    read_cu_seqlens,
+    resolve_backend,
+)
+
+RULES = ("additive", "delta")
+DECAYS = ("none", "scalar", "channel")
+
+NORM_EPS = 1e-6  # under the root of the query and key norm
+NORMALIZER_EPS = 1e-10  # added to zᵀq
+
+Result = tuple[Tensor, Tensor | None]
+Function = Callable[..., Result]
+
+
+def _generic(name: str, form: str, implementations: dict[str, Callable[..., tuple[Tensor, Tensor]]]) -> Function:
+    """`chunk` or `fused_recurrent`: the same options in front of one implementation per backend."""
+
+    def function(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        *,
+        rule: str,
+        decay: str,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_gate_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        normalize: bool = False,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        backend: str = "auto",
+    ) -> Result:
+        check_choice("rule", rule, RULES)
+        check_choice("decay", decay, DECAYS)
+        check_scale(scale)
+        check_tensor("q", q, "B, T, H, K", (-1, -1, -1, -1))
+        B, T, H, K = q.shape
+        check_tensor("k", k, "B, T, H, K", (B, T, H, K), q)
+        check_tensor("v", v, "B, T, HV, V", (B, T, -1, -1), q)
+        HV, V = v.shape[2:]
+        check_groups("v", HV, "q and k", H)
+        _check_gate(decay, q, (B, T, HV, K), g, use_gate_in_kernel, A_log, dt_bias)
+        _check_beta(rule, q, (B, T, HV), beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        if normalize and rule == "delta":
+            raise ValueError("normalize: got True for rule='delta', accepted: only for rule='additive'")
+        bounds = read_cu_seqlens(cu_seqlens, B, T)
+        dtype = reference.compute_dtype(q, k, v)
+        if initial_state is not None:
+            N = B if bounds is None else len(bounds) - 1
+            width = V + 1 if normalize else V
+            check_tensor("initial_state", initial_state, "N, HV, K, V", (N, HV, K, width), q, dtype)
+        implementation = implementations[resolve_backend(backend, q.device)]
+
+        with torch.autocast(q.device.type, enabled=False):
+            if use_qk_l2norm_in_kernel:
+                q, k = _l2norm(q.to(dtype)), _l2norm(k.to(dtype))
+            if use_gate_in_kernel:
+                g = log_decay(g, A_log, dt_bias, dtype)
+            if use_beta_sigmoid_in_kernel:
+                beta = beta.to(dtype).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
+            if not normalize:
+                factor = K**-0.5 if scale is None else scale
+                o, state = implementation(q, k, v, g, beta, factor, initial_state, bounds)
+            else:
+                ones = F.pad(v.to(dtype), (0, 1), value=1.0)  # [B, T, HV, V + 1]
+                o, state = implementation(q, k, ones, g, beta, 1.0, initial_state, bounds)
+                o = (o[..., :V] / (o[..., V:] + NORMALIZER_EPS)).to(v.dtype)
+            return o, state if output_final_state else None
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"""Any rule and decay, {form}.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V], HV a multiple of H; value head i reads key head i // (HV // H).
+        g: log-decay in [−inf, 0], [B, T, HV] for decay "scalar", [B, T, HV, K] for "channel".
+        beta: write strength [B, T, HV] of the delta rule.
+        rule, decay: "additive" or "delta"; "none", "scalar" or "channel".
+        scale: factor on the output; K^−½ unless given.
+        initial_state: [N, HV, K, V] in the compute dtype; zero unless given. Never modified.
+        output_final_state: return the last state, else None in its place.
+        use_qk_l2norm_in_kernel: q and k become x / sqrt(Σ_c x_c² + 1e-6), head by head.
+        use_gate_in_kernel: g is a raw, finite gate and the log-decay −exp(A_log) · softplus(g + dt_bias);
+            A_log [HV], dt_bias [HV] (scalar) or [HV·K] (channel) or None.
+        use_beta_sigmoid_in_kernel: the write strength is sigmoid(beta), and twice that with allow_neg_eigval,
+            so that I − β k kᵀ may have eigenvalues in (−1, 1). Without the sigmoid beta is used as it is and may
+            itself lie in (0, 2): allow_neg_eigval alone would change nothing and is refused.
+        normalize: additive rule only: o_t = Sᵀq_t / (zᵀq_t + 1e-10), where z is what the recurrence makes of a
+            value that is always 1 (Σ_s≤t k_s without decay). The state then has V + 1 value columns, the last
+            one is z. The scale cancels.
+        cu_seqlens: int32 or int64 [N + 1], boundaries of N sequences (empty ones allowed) packed along T; B = 1.
+        backend: see `resolve_backend`.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the last state [N, HV, K, V] in the compute dtype or None.
+    """
+    return function
+
+
+def _check_gate(
+    decay: str,
+    q: Tensor,
+    sizes: tuple[int, int, int, int],
+    g: Tensor | None,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> None:
+    HV, K = sizes[2:]
+    if decay == "none":
+        if g is not None or use_gate_in_kernel:
+            raise ValueError("g, use_gate_in_kernel: got a gate for decay='none', accepted: none")
+    elif decay == "scalar":
+        check_tensor("g", g, "B, T, HV", sizes[:3], q)
+    else:
+        check_tensor("g", g, "B, T, HV, K", sizes, q)
+    if use_gate_in_kernel:
+        check_tensor("A_log", A_log, "HV", (HV,), q)
+        if dt_bias is not None:
+            check_tensor("dt_bias", dt_bias, *(("HV", (HV,)) if decay == "scalar" else ("HV·K", (HV * K,))), q)
+    elif A_log is not None or dt_bias is not None:
+        raise ValueError("A_log, dt_bias: got a tensor, accepted: only with use_gate_in_kernel=True")
+
+
+def _check_beta(
+    rule: str,
+    q: Tensor,
+    sizes: tuple[int, int, int],
+    beta: Tensor | None,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+) -> None:
+    if rule == "delta":
+        check_tensor("beta", beta, "B, T, HV", sizes, q)
+    elif beta is not None or use_beta_sigmoid_in_kernel:
+        raise ValueError("beta, use_beta_sigmoid_in_kernel: got one for rule='additive', accepted: none")
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            "allow_neg_eigval: got True without use_beta_sigmoid_in_kernel, accepted: only with it; "
+            "otherwise beta is used as it is, so pass values in (0, 2) for negative eigenvalues"
+        )
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    return x * (x.square().sum(dim=-1, keepdim=True) + NORM_EPS).rsqrt()
+
+
+def log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """−exp(A_log) · softplus(g + dt_bias) for g [B,T,HV] or [B,T,HV,K], in `dtype`."""
+    raw = g.to(dtype)
+    if dt_bias is not None:
+        raw = raw + dt_bias.to(dtype).reshape(g.shape[2:])
+    rate = -A_log.to(dtype).exp()
+    return F.softplus(raw) * (rate if g.dim() == 3 else rate.unsqueeze(-1))
+
+
+chunk = _generic(
+    "chunk",
+    "in chunks of tokens: for training and long prompts",
+    {"torch": chunk_torch.chunk, "reference": reference.recurrence},
+)
+fused_recurrent = _generic(
+    "fused_recurrent",
+    "token by token: for decoding",
+    {"torch": recurrent_torch.recurrent, "reference": reference.recurrence},
+)
+
+
+def _pin(function: Function, generic: Function, suffix: str, rule: str, decay: str) -> Function:
+    """Name and docstring of the function that fixes `rule` and `decay` of `generic`."""
+    name = f"{generic.__name__}_{suffix}"
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = (
+        f"`{generic.__name__}` with rule={rule!r}, decay={decay!r}; the arguments are described there.\n\n"
+        "    Returns o [B, T, HV, V] and the last state [N, HV, K, V] or None.\n"
+    )
+    return function
+
+
+def _gated_delta(generic: Function, suffix: str, decay: str) -> Function:
+    def function(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_gate_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        *,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        backend: str = "auto",
+    ) -> Result:
+        return generic(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            rule="delta",
+            decay=decay,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            cu_seqlens=cu_seqlens,
+            backend=backend,
+        )
+
+    return _pin(function, generic, suffix, "delta", decay)
+
+
+def _delta(generic: Function) -> Function:
+    def function(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        *,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        cu_seqlens: Tensor | None = None,
+        backend: str = "auto",
+    ) -> Result:
+        return generic(
+            q,
+            k,
+            v,
+            None,
+            beta,
+            rule="delta",
+            decay="none",
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            cu_seqlens=cu_seqlens,
+            backend=backend,
+        )
+
+    return _pin(function, generic, "delta_rule", "delta", "none")
+
+
+def _gated_linear(generic: Function, suffix: str, decay: str) -> Function:
+    def function(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        *,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_gate_in_kernel: bool = False,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        backend: str = "auto",
+    ) -> Result:
+        return generic(
+            q,
+            k,
+            v,
+            g,
+            rule="additive",
+            decay=decay,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            cu_seqlens=cu_seqlens,
+            backend=backend,
+        )
+
+    return _pin(function, generic, suffix, "additive", decay)
+
+
+def _linear(generic: Function) -> Function:
+    def function(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        normalize: bool = True,
+        *,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        backend: str = "auto",
+    ) -> Result:
+        return generic(
+            q,
+            k,
+            v,
+            rule="additive",
+            decay="none",
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            normalize=normalize,
+            cu_seqlens=cu_seqlens,
+            backend=backend,
+        )
+
+    return _pin(function, generic, "linear_attn", "additive", "none")
+
+
+chunk_linear_attn, fused_recurrent_linear_attn = _linear(chunk), _linear(fused_recurrent)
+chunk_simple_gla = _gated_linear(chunk, "simple_gla", "scalar")
+fused_recurrent_simple_gla = _gated_linear(fused_recurrent, "simple_gla", "scalar")
+chunk_gla = _gated_linear(chunk, "gla", "channel")
+fused_recurrent_gla = _gated_linear(fused_recurrent, "gla", "channel")
+chunk_delta_rule, fused_recurrent_delta_rule = _delta(chunk), _delta(fused_recurrent)
+chunk_gated_delta_rule = _gated_delta(chunk, "gated_delta_rule", "scalar")
+fused_recurrent_gated_delta_rule = _gated_delta(fused_recurrent, "gated_delta_rule", "scalar")
+chunk_kda = _gated_delta(chunk, "kda", "channel")
+fused_recurrent_kda = _gated_delta(fused_recurrent, "kda", "channel")

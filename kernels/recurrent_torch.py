@@ -1,0 +1,1 @@
+from kernels.reference import recurrence as recurrent
