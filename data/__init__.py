@@ -14,7 +14,7 @@ from data.errors import DataError
 from data.module import DataConfig, DataModule
 from data.packing import IGNORE, Batch
 from data.token_file import TokenFile
-from data.tokenizers import StreamDecoder, Tokenizer
+from data.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 
 __all__ = [
     "IGNORE",
@@ -25,4 +25,5 @@ __all__ = [
     "StreamDecoder",
     "TokenFile",
     "Tokenizer",
+    "load_tokenizer",
 ]

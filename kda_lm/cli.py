@@ -6,12 +6,14 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from data import DataError
 from kda_lm.errors import UserError
+from kda_lm.runs import from_launch_dir
 
 
 @contextmanager
@@ -36,7 +38,18 @@ def quiet_libraries() -> None:
     # Advice for loops that Lightning's defaults describe; ours differ on purpose.
     warnings.filterwarnings("ignore", message=r".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=r".*dataloader is not resumable.*|.*not\s+resumable.*")
+    warnings.filterwarnings("ignore", message=r".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\).*")
+
+
+def required_path(option: str, value: str | None) -> Path:
+    """The path that `option` names, relative to where the user started from.
+
+    Raises UserError if it was not given.
+    """
+    if not value:
+        raise UserError(f"{option} is not set; give {option}=PATH")
+    return from_launch_dir(value)
 
 
 def print_table(title: str, rows: dict[str, str]) -> None:

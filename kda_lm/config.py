@@ -6,6 +6,9 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from kda_lm.errors import UserError
 
 T = TypeVar("T")
@@ -14,7 +17,7 @@ T = TypeVar("T")
 def read_config(cls: type[T], options: Mapping[str, Any], where: str) -> T:
     """Build the dataclass `cls` from `options`.
 
-    Understands bool, int, float, str, None, Literal, unions of these and `tuple[X, ...]` of them.
+    Understands bool, int, float, str, None, Literal, unions of these and lists of them as `tuple[X, ...]`.
 
     Raises UserError, in one line that starts with `where`: unknown option (the options are listed), missing option,
     wrong type, a choice that does not exist (the choices are listed), or what `__post_init__` objects to.
@@ -35,18 +38,27 @@ def read_config(cls: type[T], options: Mapping[str, Any], where: str) -> T:
         raise UserError(f"{where}: {error}") from None
 
 
+def plain(config: DictConfig) -> dict[str, Any]:
+    """A composed configuration as nested dicts, interpolations resolved.
+
+    Raises UserError: an interpolation that leads nowhere, or an option that must be given and was not.
+    """
+    try:
+        options: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise UserError(str(error).splitlines()[0]) from None
+    return options
+
+
 def _read(hint: Any, value: Any, where: str) -> Any:
     """`value` as the type `hint`, or a UserError that says what is accepted."""
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        alternatives = typing.get_args(hint)
-    else:
-        alternatives = (hint,)
+    alternatives = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     for alternative in alternatives:
         if _matches(alternative, value):
             if alternative is float:
                 return float(value)
-            if typing.get_origin(alternative) is tuple:
-                return tuple(value)
+            if typing.get_origin(alternative) in (tuple, list):
+                return typing.get_origin(alternative)(value)
             return value
     raise UserError(f"{where} is {value!r}; it takes {' or '.join(_describe(a) for a in alternatives)}")
 
@@ -56,7 +68,7 @@ def _matches(hint: Any, value: Any) -> bool:
         return value is None
     if typing.get_origin(hint) is Literal:
         return isinstance(value, str) and value in typing.get_args(hint)
-    if typing.get_origin(hint) is tuple:
+    if typing.get_origin(hint) in (tuple, list):
         item = typing.get_args(hint)[0]
         return isinstance(value, Sequence) and not isinstance(value, str) and all(_matches(item, v) for v in value)
     if hint is float:
@@ -71,7 +83,7 @@ def _describe(hint: Any) -> str:
         return "null"
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
+    if typing.get_origin(hint) in (tuple, list):
         return f"a list of {_describe(typing.get_args(hint)[0])}"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return names.get(hint, str(hint))

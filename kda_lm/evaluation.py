@@ -15,7 +15,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kda_lm.device import Accelerator, Precision, resolve_device
 from kda_lm.model import LM
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Options of scripts/evaluate.py; see configs/evaluate.yaml."""
+
+    ckpt: str | None = None
+    text: str | tuple[str, ...] | None = None
+    text_key: str = "text"
+    tokenizer: str | None = None
+    seq_len: int | None = None
+    batch_size: int = 8
+    accelerator: Accelerator = "auto"
+    precision: Precision = "auto"
+    json: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "batch_size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it takes at least 1")
+        resolve_device(self.accelerator)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kda_lm.device import Accelerator, Precision, resolve_device
 from kda_lm.model import LM
 
 
@@ -31,6 +32,23 @@ class SamplingConfig:
             raise ValueError(f"top_k is {self.top_k}; it takes at least 1, or null for all")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it takes more than 0, up to 1")
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Options of scripts/sample.py beside SamplingConfig's; see configs/sample.yaml."""
+
+    ckpt: str | None = None
+    prompt: str = ""
+    num_samples: int = 1
+    tokenizer: str | None = None
+    accelerator: Accelerator = "auto"
+    precision: Precision = "auto"
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples is {self.num_samples}; it takes at least 1")
+        resolve_device(self.accelerator)
 
 
 def draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator) -> Tensor:
@@ -72,13 +90,12 @@ def generate(
     tokens = torch.tensor(prompt, device=device).expand(num_samples, -1)
     logits, state = model.prefill(tokens)
     stopped = torch.zeros(num_samples, dtype=torch.bool)
-    for i in range(config.max_new_tokens):
-        if i:
-            logits, state = model.step(token.to(device), state)
+    for remaining in reversed(range(config.max_new_tokens)):
         token = draw(logits, config, generator).cpu()
         if stop_id is not None:
             token = torch.where(stopped, stop_id, token)
             stopped |= token == stop_id
         yield token
-        if stopped.all():
+        if stopped.all() or not remaining:
             return
+        logits, state = model.step(token.to(device), state)

@@ -88,7 +88,7 @@ class LM(nn.Module):
     def __init__(self, config: LMConfig, mixers: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__()
         self.config = config
-        names = [config.pattern[i % len(config.pattern)] for i in range(config.num_layers)]
+        names = self.layer_names()
         for name in config.pattern:
             if name not in mixers:
                 raise UserError(f"model.pattern: unknown layer kind '{name}'; kinds are {', '.join(mixers)}")
@@ -116,6 +116,11 @@ class LM(nn.Module):
             nn.init.normal_(module.weight, std=std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+    def layer_names(self) -> list[str]:
+        """The kind of every layer, from the bottom: the pattern, tiled."""
+        pattern = self.config.pattern
+        return [pattern[i % len(pattern)] for i in range(self.config.num_layers)]
 
     def layers(self) -> list[Mixer]:
         """The mixer of every layer, from the bottom."""

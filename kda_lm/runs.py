@@ -1,14 +1,14 @@
 """The run folder: everything that one training run leaves behind.
 
-    runs/2026-01-31_12-00-00_hybrid/
-        config.yaml      the resolved configuration
-        run.json         the run's id in wandb, start, and git revision ("dirty" if the work tree differed from it)
-        tokenizer.json   what turned text into tokens
-        metrics.csv      one row a logged step
-        summary.json     the table printed at the end
-        checkpoints/     last.ckpt (latest step), best.ckpt (lowest validation loss)
-        samples/         texts written at every validation
-        wandb/           wandb's own files
+runs/2026-01-31_12-00-00_hybrid/
+    config.yaml      the resolved configuration
+    run.json         the run's id in wandb, start, and git revision ("dirty" if the work tree differed from it)
+    tokenizer.json   what turned text into tokens
+    metrics.csv      one row a logged step
+    summary.json     the table printed at the end
+    checkpoints/     last.ckpt (latest step), best.ckpt (lowest validation loss)
+    samples/         texts written at every validation
+    wandb/           wandb's own files
 """
 
 import json

@@ -31,7 +31,9 @@ Result = tuple[Tensor, Tensor | None]
 Function = Callable[..., Result]
 
 
-def _generic(name: str, form: str, implementations: dict[str, Callable[..., tuple[Tensor, Tensor]]]) -> Function:
+def _generic(
+    name: str, form: str, implementations: dict[str, Callable[..., tuple[Tensor, Tensor]]]
+) -> Function:
     """`chunk` or `fused_recurrent`: the same options in front of one implementation per backend."""
 
     def function(
@@ -80,9 +82,9 @@ def _generic(name: str, form: str, implementations: dict[str, Callable[..., tupl
         with torch.autocast(q.device.type, enabled=False):
             if use_qk_l2norm_in_kernel:
                 q, k = _l2norm(q.to(dtype)), _l2norm(k.to(dtype))
-            if use_gate_in_kernel:
-                g = log_decay(g, A_log, dt_bias, dtype)
-            if use_beta_sigmoid_in_kernel:
+            if use_gate_in_kernel and g is not None and A_log is not None:
+                g = _log_decay(g.to(dtype), A_log.to(dtype), dt_bias)
+            if use_beta_sigmoid_in_kernel and beta is not None:
                 beta = beta.to(dtype).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
             if not normalize:
                 factor = K**-0.5 if scale is None else scale
@@ -143,7 +145,9 @@ def _check_gate(
     if use_gate_in_kernel:
         check_tensor("A_log", A_log, "HV", (HV,), q)
         if dt_bias is not None:
-            check_tensor("dt_bias", dt_bias, *(("HV", (HV,)) if decay == "scalar" else ("HV·K", (HV * K,))), q)
+            check_tensor(
+                "dt_bias", dt_bias, *(("HV", (HV,)) if decay == "scalar" else ("HV·K", (HV * K,))), q
+            )
     elif A_log is not None or dt_bias is not None:
         raise ValueError("A_log, dt_bias: got a tensor, accepted: only with use_gate_in_kernel=True")
 
@@ -171,13 +175,12 @@ def _l2norm(x: Tensor) -> Tensor:
     return x * (x.square().sum(dim=-1, keepdim=True) + NORM_EPS).rsqrt()
 
 
-def log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """−exp(A_log) · softplus(g + dt_bias) for g [B,T,HV] or [B,T,HV,K], in `dtype`."""
-    raw = g.to(dtype)
+def _log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
+    """−exp(A_log) · softplus(g + dt_bias) in the dtype of g [B,T,HV] or [B,T,HV,K]."""
     if dt_bias is not None:
-        raw = raw + dt_bias.to(dtype).reshape(g.shape[2:])
-    rate = -A_log.to(dtype).exp()
-    return F.softplus(raw) * (rate if g.dim() == 3 else rate.unsqueeze(-1))
+        g = g + dt_bias.to(g.dtype).view(g.shape[2:])
+    rate = -A_log.exp()  # [HV]
+    return F.softplus(g) * (rate if g.dim() == 3 else rate.unsqueeze(1))
 
 
 chunk = _generic(

@@ -4,6 +4,9 @@ Nothing here is fast and nothing is rearranged. Everything is differentiable by 
 are the reference for the gradients too. Run them in float64 to judge a faster form.
 """
 
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -21,7 +24,7 @@ def recurrence(
     beta: Tensor | None,
     scale: float,
     initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | list[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One state S [K, V] per sequence and value head, updated at every token (article, sections 1 to 4):
 
@@ -36,38 +39,52 @@ def recurrence(
     Returns o [B,T,HV,V] in v's dtype and the last state [N,HV,K,V] in `compute_dtype(q, k, v)`.
     """
     if cu_seqlens is not None:
-        outputs, states = [], []
-        for n, (start, end) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
-            gate = None if g is None else g[:, start:end]
-            strength = None if beta is None else beta[:, start:end]
-            state = None if initial_state is None else initial_state[n : n + 1]
-            q_n, k_n, v_n = q[:, start:end], k[:, start:end], v[:, start:end]
-            output, state = recurrence(q_n, k_n, v_n, gate, strength, scale, state)
-            outputs.append(output)
-            states.append(state)
-        return torch.cat(outputs, dim=1), torch.cat(states)
+        return sequence_by_sequence(recurrence, q, k, v, g, beta, scale, initial_state, cu_seqlens)
 
     (B, T, H, K), (HV, V), dtype = q.shape, v.shape[2:], compute_dtype(q, k, v)
-    q, k = (x.to(dtype).repeat_interleave(HV // H, dim=2) for x in (q, k))
+    q, k = (x.to(dtype).repeat_interleave(HV // H, dim=2) for x in (q, k))  # [B, T, HV, K]
     values = v.to(dtype)
-    decay = None if g is None else (g if g.dim() == 4 else g.unsqueeze(-1)).to(dtype).exp()  # [B, T, HV, 1 or K]
-    strength = None if beta is None else beta.to(dtype).unsqueeze(-1)  # [B, T, HV, 1]
+    if g is not None:
+        decay = (g if g.dim() == 4 else g.unsqueeze(3)).to(dtype).exp()  # [B, T, HV, K or 1]
+    if beta is not None:
+        strength = beta.to(dtype).unsqueeze(3)  # [B, T, HV, 1]
 
-    S = q.new_zeros(B, HV, K, V) if initial_state is None else initial_state.to(dtype).clone()
+    S = q.new_zeros(B, HV, K, V) if initial_state is None else initial_state.to(dtype)
     o = []
     for t in range(T):
-        if decay is not None:
-            S = decay[:, t].unsqueeze(-1) * S
+        if g is not None:
+            S = decay[:, t].unsqueeze(3) * S
         u = values[:, t]
-        if strength is not None:
+        if beta is not None:
             u = strength[:, t] * (u - torch.einsum("bhkv,bhk->bhv", S, k[:, t]))
         S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], u)
         o.append(scale * torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
     return (torch.stack(o, dim=1) if o else values).to(v.dtype), S
 
 
+def sequence_by_sequence(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """`form` on each of the packed sequences: the outputs joined along T, the last states along N."""
+    outputs, states = [], []
+    for n, (start, end) in enumerate(pairwise(cu_seqlens)):
+        tokens = (None if x is None else x[:, start:end] for x in (q, k, v, g, beta))
+        output, state = form(*tokens, scale, None if initial_state is None else initial_state[n : n + 1])
+        outputs.append(output)
+        states.append(state)
+    return torch.cat(outputs, dim=1), torch.cat(states)
+
+
 def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | list[int] | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Sequence[int] | None = None
 ) -> Tensor:
     """Causal softmax attention with its scores written out (article, section 1).
 
@@ -81,10 +98,10 @@ def softmax_attention(
     position = torch.arange(S, device=q.device)
     visible = position <= position[S - T :, None]  # [T, S]
     if cu_seqlens is not None:
-        ends = torch.as_tensor(cu_seqlens, device=q.device)[1:]
-        document = torch.searchsorted(ends, position, right=True)
-        visible = visible & (document == document[:, None])
-    k, x = (x.to(dtype).repeat_interleave(HQ // HKV, dim=2) for x in (k, v))
+        ends = torch.tensor(cu_seqlens[1:], device=q.device)
+        sequence = torch.searchsorted(ends, position, right=True)
+        visible = visible & (sequence == sequence[:, None])
+    k, values = (x.to(dtype).repeat_interleave(HQ // HKV, dim=2) for x in (k, v))
     scores = scale * torch.einsum("bthd,bshd->bhts", q.to(dtype), k)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-    return torch.einsum("bhts,bshd->bthd", weights, x).to(v.dtype)
+    return torch.einsum("bhts,bshd->bthd", weights, values).to(v.dtype)

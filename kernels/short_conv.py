@@ -1,5 +1,7 @@
 """The short causal depthwise convolution in front of queries, keys and values, with its state for decoding."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,51 +32,53 @@ def short_convolution(
         initial_state: [N, W − 1, D] in x's dtype, the inputs before each sequence, latest last; zero unless given.
         output_final_state: return the state that continues each sequence, else None in its place.
         cu_seqlens: int32 or int64 [N + 1], boundaries of N sequences (empty ones allowed) packed along T; B = 1.
-        backend: see `resolve_backend`.
+        backend: see `resolve_backend`; "torch" and "reference" are one implementation.
 
     Returns:
-        y [B, T, D] in x's dtype and the last W − 1 inputs of each sequence [N, W − 1, D] in x's dtype, in new
-        memory (those of the initial state included where a sequence is shorter), or None.
+        y [B, T, D] in x's dtype, and the last W − 1 inputs of each sequence [N, W − 1, D] in x's dtype or None:
+        in new memory, and those of the initial state included where a sequence is shorter.
     """
     check_tensor("x", x, "B, T, D", (-1, -1, -1))
     B, T, D = x.shape
     check_tensor("weight", weight, "D, W", (D, -1), x)
-    W = weight.shape[1]
-    if W > MAX_WIDTH:
-        raise ValueError(f"weight: got width {W}, accepted: 1 to {MAX_WIDTH}")
+    history = weight.shape[1] - 1
+    if history >= MAX_WIDTH:
+        raise ValueError(f"weight: got width {history + 1}, accepted: 1 to {MAX_WIDTH}")
     if bias is not None:
         check_tensor("bias", bias, "D", (D,), x)
     if activation is not None:
         check_choice("activation", activation, ("silu",))
     bounds = read_cu_seqlens(cu_seqlens, B, T)
     N = B if bounds is None else len(bounds) - 1
-    if initial_state is not None:
-        check_tensor("initial_state", initial_state, "N, W − 1, D", (N, W - 1, D), x, x.dtype)
-    resolve_backend(backend, x.device)  # one implementation serves both
+    if initial_state is None:
+        initial_state = x.new_zeros(N, history, D)
+    check_tensor("initial_state", initial_state, "N, W − 1, D", (N, history, D), x, x.dtype)
+    resolve_backend(backend, x.device)
 
-    with torch.autocast(x.device.type, enabled=False):
-        history = x.new_zeros(N, W - 1, D) if initial_state is None else initial_state
-        if bounds is None:
-            padded = torch.cat([history, x], dim=1)  # [B, W − 1 + T, D]
-            state = padded[:, T:].clone() if output_final_state else None
-        else:
-            lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
-            pieces = [piece for pair in zip(history, x[0].split(lengths), strict=True) for piece in pair]
-            padded = torch.cat(pieces).unsqueeze(0)  # [1, Σ (W − 1 + T_n), D]
-            ends = [end + (n + 1) * (W - 1) for n, end in enumerate(bounds[1:])]
-            state = torch.stack([padded[0, end - W + 1 : end] for end in ends]) if output_final_state else None
+    state = None
+    if bounds is None:
+        inputs = torch.cat([initial_state, x], dim=1)  # [B, W − 1 + T, D]
+        if output_final_state:
+            state = inputs[:, T:].clone()
+    else:  # one row, each sequence behind the inputs that precede it
+        sequences = x[0].split([end - start for start, end in pairwise(bounds)])
+        inputs = torch.cat([part for pair in zip(initial_state, sequences, strict=True) for part in pair])[
+            None
+        ]
+        if output_final_state:
+            ends = (end + n * history for n, end in enumerate(bounds[1:]))
+            state = torch.stack([inputs[0, end : end + history] for end in ends])
 
-        dtype = compute_dtype(x, weight)
-        wide, taps = padded.to(dtype), weight.to(dtype).unbind(1)
-        length = padded.shape[1] - W + 1
-        y = wide[:, :length] * taps[0]
-        for j, tap in enumerate(taps[1:], start=1):
-            y = torch.addcmul(y, wide[:, j : j + length], tap)
-        if bounds is not None:
-            rows = [t + n * (W - 1) for n, length in enumerate(lengths) for t in range(bounds[n], bounds[n + 1])]
-            y = y.index_select(1, torch.tensor(rows, device=x.device))
-        if bias is not None:
-            y = y + bias.to(dtype)
-        if activation == "silu":
-            y = F.silu(y)
-        return y.to(x.dtype), state
+    # Shifted multiply-adds: no slower than conv1d with D groups, and several times faster at T = 1.
+    dtype = compute_dtype(x, weight)
+    inputs, taps = inputs.to(dtype), weight.to(dtype).unbind(1)
+    length = inputs.shape[1] - history
+    y = inputs[:, :length] * taps[0]
+    for j, tap in enumerate(taps[1:], start=1):
+        y = torch.addcmul(y, inputs[:, j : j + length], tap)
+    if bounds is not None:  # row t of sequence n is row t + n (W − 1) here
+        n = torch.repeat_interleave(torch.tensor([end - start for start, end in pairwise(bounds)]))
+        y = y.index_select(1, (torch.arange(T) + n * history).to(x.device))
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return (F.silu(y) if activation == "silu" else y).to(x.dtype), state

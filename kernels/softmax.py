@@ -1,7 +1,9 @@
 """Causal softmax attention, the mechanism that the others are measured against.
 
-    o_t = Σ_{s ≤ t} softmax_s(scale · q_t·k_s) v_s
+o_t = Σ_{s ≤ t} softmax_s(scale · q_t·k_s) v_s
 """
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -46,22 +48,24 @@ def softmax_attention(
     if resolve_backend(backend, q.device) == "reference":
         return reference.softmax_attention(q, k, v, D**-0.5 if scale is None else scale, bounds)
 
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     if bounds is None:
-        o = _attend(*heads_first, scale)
-    else:
-        lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
-        sequences = zip(*(x.split(lengths, dim=2) for x in heads_first), strict=True)
-        o = torch.cat([_attend(*x, scale) for x in sequences if x[0].shape[2]], dim=2)
-    return o.transpose(1, 2).to(v.dtype)
+        return _attend(q, k, v, scale).to(v.dtype)
+    sequences = [slice(start, end) for start, end in pairwise(bounds) if start < end]
+    return torch.cat([_attend(q[:, at], k[:, at], v[:, at], scale) for at in sequences], dim=1).to(v.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """[B, HQ, T, D] from q [B, HQ, T, D] and k, v [B, HKV, S, D]."""
-    T, S = q.shape[2], k.shape[2]
+    (T, HQ), (S, HKV) = q.shape[1:3], k.shape[1:3]
     mask = None
-    if 1 < T < S:  # one query sees everything, and T = S is the causal case that has its own fast path
+    if 1 < T < S:  # a single query sees every key, and T = S is torch's own causal case
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=1 < T == S, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    o = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=1 < T == S,
+        scale=scale,
+        enable_gqa=HQ != HKV,
     )
+    return o.transpose(1, 2)

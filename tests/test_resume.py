@@ -72,8 +72,17 @@ def rows(folder: Path) -> list[dict[str, str]]:
         ("trainer.micro_batch_size=1",),
         ("data.num_workers=2",),
         ("optim=adamw", "trainer.ema_decay=0.9"),
-        ("trainer.ema_decay=0.9", "optim.schedule=wsd", "data.isolate_documents=true", "trainer.save_every=3"),
-        ("trainer.max_steps=80", "trainer.save_every=7", "trainer.val_every=40"),  # crosses two epochs of the corpus
+        (
+            "trainer.ema_decay=0.9",
+            "optim.schedule=wsd",
+            "data.isolate_documents=true",
+            "trainer.save_every=3",
+        ),
+        (
+            "trainer.max_steps=80",
+            "trainer.save_every=7",
+            "trainer.val_every=40",
+        ),  # crosses two epochs of the corpus
     ],
     ids=["plain", "accumulation", "workers", "adamw-ema", "wsd-ema-isolated", "epochs"],
 )
@@ -96,7 +105,10 @@ def test_resume_is_exact(
         assert_same(a[key], b[key], key)
     assert a.get("current_model_state", {}).keys() == b.get("current_model_state", {}).keys()
     assert_same(a.get("current_model_state"), b.get("current_model_state"), "current_model_state")
-    assert_same(checkpoint(whole_folder, "best.ckpt")["state_dict"], checkpoint(Path("parts"), "best.ckpt")["state_dict"])
+    assert_same(
+        checkpoint(whole_folder, "best.ckpt")["state_dict"],
+        checkpoint(Path("parts"), "best.ckpt")["state_dict"],
+    )
     assert rows(whole_folder) == rows(Path("parts"))
 
 

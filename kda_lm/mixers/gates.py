@@ -86,7 +86,8 @@ class OutputGate(Gate):
             self.proj = nn.Linear(dim, value_dim, bias=False)
         else:
             self.proj = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, value_dim, bias=True))
-        self.activation = {"sigmoid": torch.sigmoid, "silu": F.silu}[activation]
+        self.activation = activation
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return y * self.activation(self.proj(x))
+        gate = self.proj(x)
+        return y * (F.silu(gate) if self.activation == "silu" else gate.sigmoid())

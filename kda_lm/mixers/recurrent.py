@@ -85,7 +85,10 @@ class RecurrentMixer(nn.Module):
         self.num_heads, self.num_value_heads = config.num_heads, config.value_heads
         self.head_k_dim = _head_dim(dim, config.expand_k, self.num_heads, "expand_k", "num_heads")
         self.head_v_dim = _head_dim(dim, config.expand_v, self.num_value_heads, "expand_v", "num_value_heads")
-        self.key_dim, self.value_dim = self.num_heads * self.head_k_dim, self.num_value_heads * self.head_v_dim
+        self.key_dim, self.value_dim = (
+            self.num_heads * self.head_k_dim,
+            self.num_value_heads * self.head_v_dim,
+        )
         rank = config.gate_rank or self.head_v_dim
 
         self.q_proj = nn.Linear(dim, self.key_dim, bias=False)
@@ -148,6 +151,7 @@ class RecurrentMixer(nn.Module):
             cu_seqlens=cu_seqlens,
             backend=config.backend,
         )
+        assert memory is not None
         if self.output_norm is not None:
             o = self.output_norm(o)
         y = o.flatten(-2)

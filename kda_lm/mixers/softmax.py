@@ -34,9 +34,7 @@ class SoftmaxConfig:
         if self.num_heads < 1:
             raise ValueError(f"num_heads is {self.num_heads}; it takes at least 1")
         if self.kv_heads < 1 or self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"num_kv_heads is {self.num_kv_heads}; it takes a divisor of num_heads = {self.num_heads}"
-            )
+            raise ValueError(f"num_kv_heads is {self.num_kv_heads}; it takes a divisor of num_heads = {self.num_heads}")
         if not 0 <= self.conv_width <= 8:
             raise ValueError(f"conv_width is {self.conv_width}; it takes 0 (none) to 8")
         if self.rope_theta <= 0:

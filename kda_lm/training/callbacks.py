@@ -141,25 +141,35 @@ class Samples(Callback):
         if trainer.state.fn != "fit" or not trainer.is_global_zero:
             return
         assert isinstance(pl_module, TrainingModule)
-        texts = [sample_text(pl_module, self.tokenizer, prompt, self.config) for prompt in self.prompts]
-        self.folder.mkdir(exist_ok=True)
-        path = self.folder / f"step_{trainer.global_step:06d}.txt"
-        path.write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
+        texts = self._draw(pl_module)
+        self._write(f"step_{trainer.global_step:06d}.txt", texts)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_text("samples", ["step", "text"], [[str(trainer.global_step), text] for text in texts])
 
+    def show(self, module: TrainingModule) -> None:
+        """Print the texts of the finished model and keep them in `folder`/final.txt."""
+        texts = self._draw(module)
+        self._write("final.txt", texts)
+        for text in texts:
+            print(f"--- sample ---\n{text}\n")
 
-def sample_text(module: TrainingModule, tokenizer: Tokenizer, prompt: str, config: SamplingConfig) -> str:
-    """`prompt` and its continuation; the module's mode is left as it was."""
-    training = module.training
-    module.eval()
-    ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
-    with module.trainer.precision_plugin.forward_context():
-        tokens = generate(module.model, ids, 1, config, stop_id=tokenizer.eot_id)
-        continuation = [int(token) for token in tokens]
-    module.train(training)
-    return prompt + tokenizer.decode([token for token in continuation if token != tokenizer.eot_id])
+    def _draw(self, module: TrainingModule) -> list[str]:
+        training = module.training
+        module.eval()
+        stop = self.tokenizer.eot_id
+        texts = []
+        for prompt in self.prompts:
+            ids = [stop, *self.tokenizer.encode(prompt).tolist()]
+            with module.trainer.precision_plugin.forward_context():
+                drawn = [int(token) for token in generate(module.model, ids, 1, self.config, stop_id=stop)]
+            texts.append(prompt + self.tokenizer.decode(drawn))
+        module.train(training)
+        return texts
+
+    def _write(self, name: str, texts: list[str]) -> None:
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / name).write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
 
 
 def peak_flops(device: torch.device, bf16: bool) -> float:

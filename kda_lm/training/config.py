@@ -1,9 +1,8 @@
 """Options of the trainer: how long, how much at once, on what, and how often to look."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
+from kda_lm.device import Accelerator, Precision, resolve_device
 
 
 @dataclass(frozen=True)
@@ -13,8 +12,8 @@ class TrainerConfig:
     max_steps: int
     batch_size: int
     micro_batch_size: int | None = None
-    precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"
-    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    precision: Precision = "auto"
+    accelerator: Accelerator = "auto"
     devices: int = 1
     log_every: int = 10
     val_every: int = 100
@@ -27,18 +26,4 @@ class TrainerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it takes at least 1")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay is {self.ema_decay}; it takes more than 0 and less than 1, or null for none")
-        if self.accelerator == "gpu" and not torch.cuda.is_available():
-            raise ValueError("accelerator is gpu, but no CUDA GPU is available; it takes auto or cpu here")
-
-    @property
-    def device(self) -> Literal["cpu", "gpu"]:
-        if self.accelerator == "auto":
-            return "gpu" if torch.cuda.is_available() else "cpu"
-        return self.accelerator
-
-    @property
-    def numerics(self) -> Literal["32-true", "bf16-mixed"]:
-        """`auto` is bf16 autocast with float32 weights on a GPU, float32 on a CPU."""
-        if self.precision == "auto":
-            return "bf16-mixed" if self.device == "gpu" else "32-true"
-        return self.precision
+        resolve_device(self.accelerator)

@@ -89,9 +89,15 @@ def wandb_logger(project: str, folder: Path, name: str, run_id: str, config: dic
     """
     import wandb  # here: it takes a second, and a run without wandb should not pay for it
 
-    mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
     settings = wandb.Settings(init_timeout=WANDB_INIT_TIMEOUT, silent=True, console="off")
-    options: dict[str, Any] = {"project": project, "name": name, "id": run_id, "dir": str(folder), "config": config}
+    options: dict[str, Any] = {
+        "project": project,
+        "name": name,
+        "id": run_id,
+        "dir": str(folder),
+        "config": config,
+    }
     try:
         run = wandb.init(**options, mode=mode, resume="allow", settings=settings)
     except wandb.errors.CommError:

@@ -32,7 +32,12 @@ class TrainingModule(lightning.LightningModule):
     """Trains `model`; `metadata` are plain values that go into every checkpoint beside the model's own."""
 
     def __init__(
-        self, model: LM, optim: OptimConfig, max_steps: int, metadata: dict[str, Any], val_bytes: int | None = None
+        self,
+        model: LM,
+        optim: OptimConfig,
+        max_steps: int,
+        metadata: dict[str, Any],
+        val_bytes: int | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -77,7 +82,7 @@ class TrainingModule(lightning.LightningModule):
         lr = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
         optimizer.step()  # type: ignore[union-attr]
         optimizer.zero_grad()  # type: ignore[union-attr]
-        schedule.step()  # type: ignore[union-attr, call-arg]
+        schedule.step()  # type: ignore[union-attr]
         return {"train/loss": loss_value, "train/grad_norm": norm_value, "train/lr": lr}
 
     def on_validation_epoch_start(self) -> None:
@@ -125,7 +130,7 @@ class TrainingModule(lightning.LightningModule):
     def _synchronise_gradients(self, last: bool) -> AbstractContextManager[None]:
         wrapped = self.trainer.strategy.model
         if isinstance(wrapped, DistributedDataParallel) and not last:
-            return wrapped.no_sync()  # type: ignore[no-any-return]
+            return wrapped.no_sync()
         return nullcontext()
 
 

@@ -116,7 +116,10 @@ class MuonAdamW(torch.optim.AdamW):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 by_shape[parameter.shape].append(parameter)
-        for (rows, columns), parameters in by_shape.items():  # matrices of one shape are orthogonalised together
+        for (
+            rows,
+            columns,
+        ), parameters in by_shape.items():  # matrices of one shape are orthogonalised together
             gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
             buffers = []
             for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -1,0 +1,86 @@
+"""Reading checkpoints: the model, and all that sampling and evaluation need beside it.
+
+A checkpoint is one of Lightning's, of plain values and tensors only (it loads with `weights_only=True`). Its key
+"kda_lm" holds the model's options, the tokenizer and the data options, so that the file is enough by itself.
+"""
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data import DataError, Tokenizer, load_tokenizer
+from kda_lm.errors import UserError
+from kda_lm.model import LM
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint ready for use."""
+
+    model: LM  # in evaluation mode; with weight averaging, the averaged weights
+    tokenizer: Tokenizer
+    data: dict[str, Any]  # options of the data it was trained on
+    step: int  # finished optimizer steps
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The checkpoint's contents, on the CPU.
+
+    Raises UserError: no such file, damaged, or not written by this project.
+    """
+    if not path.is_file():
+        raise UserError(f"checkpoint {path} does not exist{_suggestion(path)}")
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, OSError):
+        raise UserError(f"checkpoint {path} is damaged or no checkpoint: it cannot be read") from None
+    if not isinstance(contents, dict) or "kda_lm" not in contents:
+        raise UserError(f"checkpoint {path} was not written by this project's train.py")
+    return contents
+
+
+def open_checkpoint(path: Path, device: torch.device, tokenizer_file: Path | None = None) -> Checkpoint:
+    """The model on `device`, with its own tokenizer or that of `tokenizer_file`.
+
+    Raises UserError: see read_checkpoint; a tokenizer whose vocabulary is not the model's.
+    """
+    contents = read_checkpoint(path)
+    about = contents["kda_lm"]
+    model = LM.from_hyperparameters(about)
+    model.load_state_dict({name.removeprefix("model."): value for name, value in contents["state_dict"].items()})
+    try:
+        tokenizer = (
+            Tokenizer(about["tokenizer"], about["eot_token"])
+            if tokenizer_file is None
+            else load_tokenizer(tokenizer_file)
+        )
+    except DataError as error:
+        raise UserError(str(error)) from None
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise UserError(
+            f"vocabulary mismatch: the tokenizer has {tokenizer.vocab_size} ids and the model of {path} "
+            f"{model.config.vocab_size}; use the tokenizer it was trained with"
+        )
+    return Checkpoint(model.eval().to(device), tokenizer, about["data"], contents["global_step"])
+
+
+def check_same_model(path: Path, model: LM, tokenizer: str) -> None:
+    """Raise UserError unless the checkpoint at `path` is one of this very model and this tokenizer.json."""
+    saved = read_checkpoint(path)["kda_lm"]
+    now = {**model.hyperparameters(), "tokenizer": tokenizer}
+    for name in ("tokenizer", "model", "mixers"):
+        if saved[name] != now[name]:
+            raise UserError(
+                f"cannot resume from {path}: its {name} differs from the configured one; a resumed run keeps its "
+                "model, its tokenizer and its text"
+            )
+
+
+def _suggestion(path: Path) -> str:
+    """Checkpoints where the user may have meant to point."""
+    folder = path if path.is_dir() else path.parent
+    found = sorted(folder.glob("**/*.ckpt"))[:3] if folder.is_dir() else []
+    return f"; there is {', '.join(map(str, found))}" if found else ""

@@ -1,0 +1,85 @@
+"""What a run says of itself: the table before it starts, the samples and the table at its end, summary.json."""
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kernels
+from data import DataModule
+from kda_lm.cli import print_table
+from kda_lm.device import resolve_device, resolve_precision
+from kda_lm.model import LM
+from kda_lm.runs import write_json
+from kda_lm.training.config import TrainerConfig
+from kda_lm.training.module import TrainingModule
+
+
+def describe(model: LM, config: TrainerConfig, data: DataModule, folder: Path) -> None:
+    """Print what is about to run."""
+    seq_len = data.config.seq_len
+    device = resolve_device(config.accelerator)
+    precision = resolve_precision(config.precision, device)
+    backends = sorted({kernels.resolve_backend(mixer.config.backend, device) for mixer in model.layers()})
+    outside = model.num_parameters(embeddings=False)
+    rows = {
+        "layers": " ".join(model.layer_names()),
+        "parameters": f"{model.num_parameters():,}, {outside:,} of them outside the embedding",
+        "state a sequence": f"{model.state_bytes(seq_len):,} bytes at {seq_len} tokens, caches in bf16",
+        "training cost": f"{3 * model.flops_per_token(seq_len) / 1e6:.1f} MFLOP a token",
+        "tokens": f"{len(data.train):,} to train on, {len(data.val):,} to validate on, of {data.vocab_size:,} kinds",
+        "run": f"{config.max_steps} steps of {config.batch_size} × {seq_len} tokens",
+        "device": f"{device.type}, {precision}, kernels: {', '.join(backends)}",
+        "run folder": str(folder),
+    }
+    print_table("kda_lm", rows)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is left to say when a run is over."""
+
+    module: TrainingModule
+    data: DataModule
+    steps: int
+    tokens: int
+    tokens_per_second: float | None
+    revision: str
+
+
+def summarise(outcome: Outcome, folder: Path) -> dict[str, Any]:
+    """Print the final table; write summary.json and return it."""
+    module, seq_len = outcome.module, outcome.data.config.seq_len
+    model, score = module.model, module.val_score
+    assert score is not None
+    speed = outcome.tokens_per_second
+    rows = {
+        "steps": f"{outcome.steps:,}",
+        "training tokens": f"{outcome.tokens:,}",
+        "validation loss": f"{score.loss:.4f} nats a token over {score.targets:,} tokens",
+        "validation perplexity": f"{score.perplexity:.2f}",
+        "bits per byte": "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}",
+        "speed": "unknown" if speed is None else f"{speed:,.0f} tokens/s",
+        "run folder": str(folder),
+    }
+    print_table("result", rows)
+    cpu = platform.processor() or platform.machine()
+    summary = {
+        "steps": outcome.steps,
+        "tokens": outcome.tokens,
+        **score.metrics("val"),
+        "val/targets": score.targets,
+        "tokens_per_second": speed,
+        "parameters": model.num_parameters(),
+        "forward_flops_per_token": model.flops_per_token(seq_len),
+        "state_bytes": model.state_bytes(seq_len),
+        "seq_len": seq_len,
+        "revision": outcome.revision,
+        "device": torch.cuda.get_device_name() if module.device.type == "cuda" else cpu,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    write_json(folder / "summary.json", summary)
+    return summary

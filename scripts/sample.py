@@ -1,0 +1,74 @@
+"""Continue a text with a checkpoint. `--help` shows the options (configs/sample.yaml)."""
+
+import re
+import sys
+from dataclasses import fields
+
+import hydra
+from omegaconf import DictConfig
+
+from kda_lm.checkpoint import open_checkpoint
+from kda_lm.cli import one_line_errors, quiet_libraries, required_path
+from kda_lm.config import plain, read_config
+from kda_lm.device import arithmetic, resolve_device
+from kda_lm.generation import SampleConfig, SamplingConfig, generate
+from kda_lm.runs import from_launch_dir
+
+
+def run(options: DictConfig) -> list[str]:
+    """Sample as configs/sample.yaml says, print the texts, the first while it is drawn, and return them all."""
+    values = plain(options)
+    names = {field.name for field in fields(SamplingConfig)}
+    sampling = read_config(SamplingConfig, {k: v for k, v in values.items() if k in names}, "sample")
+    config = read_config(SampleConfig, {k: v for k, v in values.items() if k not in names}, "sample")
+    device = resolve_device(config.accelerator)
+    tokenizer_file = None if config.tokenizer is None else from_launch_dir(config.tokenizer)
+    checkpoint = open_checkpoint(required_path("ckpt", config.ckpt), device, tokenizer_file)
+    tokenizer = checkpoint.tokenizer
+
+    # Every document starts with the end-of-text token, and so does what the model continues.
+    prompt = [tokenizer.eot_id, *tokenizer.encode(config.prompt).tolist()]
+    decoders = [tokenizer.stream() for _ in range(config.num_samples)]
+    texts = [config.prompt] * config.num_samples
+    show(config.prompt)
+    with arithmetic(config.precision, device):
+        for tokens in generate(checkpoint.model, prompt, config.num_samples, sampling, stop_id=tokenizer.eot_id):
+            for i, token in enumerate(tokens.tolist()):
+                if token != tokenizer.eot_id:
+                    piece = decoders[i].push(token)
+                    texts[i] += piece
+                    if i == 0:
+                        show(piece)
+    for i, decoder in enumerate(decoders):
+        rest = decoder.flush()
+        texts[i] += rest
+        show(f"{rest}\n" if i == 0 else f"\n--- sample {i + 1} ---\n{texts[i]}\n")
+    return texts
+
+
+def show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def plain_prompt(arguments: list[str]) -> list[str]:
+    """Quote `prompt=…` for Hydra, whose grammar would otherwise read the commas and colons of a sentence."""
+    return [_quoted(argument) if argument.startswith("prompt=") else argument for argument in arguments]
+
+
+def _quoted(argument: str) -> str:
+    name, _, text = argument.partition("=")
+    text = text.replace("${", "\\${")  # no interpolation
+    text = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
+    return f"{name}='{text}'"
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="sample")
+def main(options: DictConfig) -> None:
+    quiet_libraries()
+    with one_line_errors():
+        run(options)
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = plain_prompt(sys.argv[1:])
+    main()
