@@ -18,14 +18,14 @@ from data import DataConfig, DataModule
 from kda_lm.checkpoint import check_same_model
 from kda_lm.cli import one_line_errors, quiet_libraries
 from kda_lm.config import plain, read_config
-from kda_lm.device import resolve_device, resolve_precision
+from kda_lm.device import keep_freed_memory, resolve_device, resolve_precision
 from kda_lm.generation import SamplingConfig
 from kda_lm.model import LM, LMConfig
-from kda_lm.runs import create_run_folder, identity, launch_dir, resume_config
+from kda_lm.runs import create_run_folder, identity, is_first_process, launch_dir, resume_config
 from kda_lm.training.callbacks import Monitor, ProgressLine, Samples
 from kda_lm.training.checkpoint import AtomicCheckpointIO, SaveCheckpoints
 from kda_lm.training.config import TrainerConfig
-from kda_lm.training.loggers import CSVMetrics, wandb_logger
+from kda_lm.training.loggers import open_loggers
 from kda_lm.training.module import TrainingModule
 from kda_lm.training.optim import OptimConfig
 from kda_lm.training.summary import Outcome, describe, summarise
@@ -66,25 +66,27 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
         check_same_model(checkpoint, model, metadata["tokenizer"])
     else:
         folder = create_run_folder(config.run_dir, config.name)
+    if is_first_process():
         (folder / "tokenizer.json").write_text(data.tokenizer.json, encoding="utf-8")
+        OmegaConf.save(config, folder / "config.yaml", resolve=True)
+        describe(model, trainer_config, data, folder)
     run = identity(folder)
-    OmegaConf.save(config, folder / "config.yaml", resolve=True)
-    describe(model, trainer_config, data, folder)
 
-    loggers: list[Logger] = [CSVMetrics(folder / "metrics.csv")]
-    if config.wandb:
-        loggers.append(wandb_logger(config.wandb_project, folder, folder.name, run["id"], options))
     samples = Samples(data.tokenizer, prompts, sampling, folder / "samples")
     monitor = Monitor(trainer_config.log_every, trainer_config.batch_size * data.config.seq_len, data.config.seq_len)
-    trainer = build_trainer(trainer_config, folder, loggers, samples, monitor)
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-    trainer.validate(module, datamodule=data, verbose=False)
-    if not trainer.is_global_zero:
-        return {}
-    samples.show(module)
-    tokens = trainer.global_step * monitor.tokens_per_step
-    outcome = Outcome(module, data, trainer.global_step, tokens, monitor.tokens_per_second, run["revision"])
-    return summarise(outcome, folder)
+    project = config.wandb_project if config.wandb else None
+    with open_loggers(folder, project, run["id"], options) as (loggers, log_summary):
+        trainer = build_trainer(trainer_config, folder, loggers, samples, monitor)
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        trainer.validate(module, datamodule=data, verbose=False)
+        if not trainer.is_global_zero:
+            return {}
+        samples.show(module)
+        tokens = trainer.global_step * monitor.tokens_per_step
+        outcome = Outcome(module, data, trainer.global_step, tokens, monitor.tokens_per_second, run["revision"])
+        summary = summarise(outcome, folder)
+        log_summary(summary)
+    return summary
 
 
 def build_trainer(
@@ -123,6 +125,7 @@ def build_trainer(
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def main(config: DictConfig) -> None:
     quiet_libraries()
+    keep_freed_memory()
     with one_line_errors():
         train(config, HydraConfig.get().overrides.task)
 

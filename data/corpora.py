@@ -299,9 +299,7 @@ class DatasetCorpus(Corpus):
         while start < len(stored):
             fits = int(np.searchsorted(np.cumsum(sizes[start : start + _GROUP_ROWS]), _GROUP_BYTES, "right"))
             group = stored[start : start + max(1, fits)]
-            contiguous = (
-                group[-1] - group[0] == len(group) - 1
-            )  # then Arrow hands out its mapping, not a copy
+            contiguous = group[-1] - group[0] == len(group) - 1  # then Arrow hands out its mapping, not a copy
             table = self._dataset[slice(int(group[0]), int(group[-1]) + 1) if contiguous else group.tolist()]
             for text in table.column(0):
                 yield _decode_blocks(text.as_buffer())
@@ -354,10 +352,7 @@ def file_corpus(
     kinds = sorted({FORMATS[path.suffix.lower()] for path in paths})
     if len(kinds) > 1:
         raise DataError(f"data.files mixes formats ({', '.join(kinds)}): give files of one format")
-    name = (
-        re.sub(r"[^A-Za-z0-9_.-]+", "_", paths[0].stem if len(paths) == 1 else paths[0].parent.name)
-        or "files"
-    )
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", paths[0].stem if len(paths) == 1 else paths[0].parent.name) or "files"
     if kinds == ["text"] and sample_by == "document":
         return FilesCorpus(name, paths)
     return DatasetCorpus(name, paths, kinds[0], text_key, sample_by, cache_dir)

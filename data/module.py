@@ -7,44 +7,42 @@ compares it with its own restored batch counter. Use `Trainer(max_epochs=1, use_
 """
 
 import logging
-import types
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data import packing
-from data.corpora import SAMPLE_BY, Corpus, Part, file_corpus, sotu_corpus
+from data.corpora import Corpus, Part, file_corpus, sotu_corpus
 from data.errors import DataError
 from data.packing import Batch, Shape
 from data.token_file import TokenFile, token_file
-from data.tokenizers import KINDS, Tokenizer, byte_tokenizer, cached_bpe, load_tokenizer
+from data.tokenizers import Tokenizer, byte_tokenizer, cached_bpe, load_tokenizer
 
 log = logging.getLogger(__name__)
-
-CORPORA = ("sotu", "text")
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Options of the group `data`."""
 
-    corpus: str = "sotu"  # sotu: the addresses of the package sotu | text: local files
-    files: str | list[str] | None = (
-        None  # text: a path, glob or folder of .txt .md .jsonl .json .parquet, or a list
+    corpus: Literal["sotu", "text"] = "sotu"  # sotu: the addresses of the package sotu | text: local files
+    files: str | tuple[str, ...] | None = (
+        None  # text: path, glob or folder of .txt .md .jsonl .json .parquet, or a list
     )
-    val_files: str | list[str] | None = None  # text: separate validation files; None: split off val_fraction
+    val_files: str | tuple[str, ...] | None = None  # text: separate validation files; None: split off val_fraction
     text_key: str = "text"  # JSON and Parquet: the key that holds the text
-    sample_by: str = "document"  # text files: a document is the file | a paragraph | a line
+    sample_by: Literal["document", "paragraph", "line"] = (
+        "document"  # text files: what is a document; document: the file
+    )
     val_fraction: float = 0.03  # of the documents, at least one
     split_seed: int = 0  # which documents validate
-    tokenizer: str = "bpe"  # bytes | bpe: trained on the training documents | file
-    vocab_size: int = 4096  # bpe: ids asked for, the end-of-text token included
+    tokenizer: Literal["bytes", "bpe", "file"] = "bpe"  # bytes | bpe: trained on the training documents | file
+    vocab_size: int = 2048  # bpe: ids asked for, the end-of-text token included
     tokenizer_train_bytes: int = 50_000_000  # bpe: bytes of text to learn from, at most
     tokenizer_file: str | None = None  # file: path of a tokenizer.json
     eot_token: str | None = None  # file: its end-of-text token; None: <|endoftext|> or another common name
@@ -56,56 +54,21 @@ class DataConfig:
     cache_dir: str = "~/.cache/kda_lm"  # tokenizers, token files and Arrow copies
 
     def __post_init__(self) -> None:
-        for name, choices in (("corpus", CORPORA), ("tokenizer", KINDS), ("sample_by", SAMPLE_BY)):
-            if getattr(self, name) not in choices:
-                raise DataError(f"data.{name} is {getattr(self, name)!r}: choose one of {', '.join(choices)}")
         for name in ("vocab_size", "tokenizer_train_bytes", "seq_len", "val_batch_size", "max_val_windows"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise DataError(f"data.{name} is {value}: it must be at least 1")
+                raise DataError(f"{name} is {value}: it must be at least 1")
         for name in ("num_workers", "split_seed"):
             if getattr(self, name) < 0:
-                raise DataError(f"data.{name} is {getattr(self, name)}: it must not be negative")
+                raise DataError(f"{name} is {getattr(self, name)}: it must not be negative")
         if not 0 < self.val_fraction < 1:
-            raise DataError(f"data.val_fraction is {self.val_fraction}: it must lie between 0 and 1")
-        if self.corpus == "text" and self.files in (None, "", [], "???"):
-            raise DataError("data.files is not set: give a path, a glob, a folder or a list of those")
+            raise DataError(f"val_fraction is {self.val_fraction}: it must lie between 0 and 1")
+        if self.corpus == "text" and not self.files:
+            raise DataError("files is not set: give a path, a glob, a folder or a list of those")
         if self.corpus != "text" and (self.files or self.val_files):
-            raise DataError(f"data.files and data.val_files need data.corpus text, not {self.corpus}")
+            raise DataError(f"files and val_files need corpus text, not {self.corpus}")
         if self.tokenizer == "file" and not self.tokenizer_file:
-            raise DataError(
-                "data.tokenizer_file is not set: data.tokenizer file needs the path of a tokenizer.json"
-            )
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> "DataConfig":
-        """Checks names and types of the options. Raises DataError listing what is accepted."""
-        hints = typing.get_type_hints(cls)
-        unknown = [str(key) for key in mapping if key not in hints]
-        if unknown:
-            raise DataError(f"unknown option data.{unknown[0]}: accepted are {', '.join(hints)}")
-        values = {}
-        for key, value in mapping.items():
-            plain = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-            values[key] = _typed(key, plain, hints[key])
-        return cls(**values)
-
-
-def _typed(key: str, value: Any, hint: Any) -> Any:
-    """The value, with an integer taken as a float where that is asked for."""
-    accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for kind in accepted:
-        if kind is float and type(value) is int:
-            return float(value)
-        if kind == list[str]:
-            if isinstance(value, list) and all(isinstance(item, str) for item in value):
-                return value
-        elif type(value) is kind:
-            return value
-    names = " or ".join(
-        {types.NoneType: "null", list[str]: "list[str]"}.get(kind, kind.__name__) for kind in accepted
-    )
-    raise DataError(f"data.{key} is {value!r}: it takes {names}")
+            raise DataError("tokenizer_file is not set: tokenizer file needs the path of a tokenizer.json")
 
 
 class DataModule(lightning.LightningDataModule):
@@ -116,6 +79,7 @@ class DataModule(lightning.LightningDataModule):
     max_steps         optimizer steps of the run
     seed              of the order of training blocks
     base_dir          where relative paths of the config start (default: the working directory now)
+    tokenizer         used instead of the one that the config describes: a checkpoint's, say
 
     `prepare()` does all the work and may be called at any time, before a model that needs `vocab_size` is
     built. Raises DataError for input that cannot be used.
@@ -130,6 +94,7 @@ class DataModule(lightning.LightningDataModule):
         max_steps: int,
         seed: int,
         base_dir: Path | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         super().__init__()
         Shape(config.seq_len, batch_size, micro_batch_size).check()
@@ -140,6 +105,7 @@ class DataModule(lightning.LightningDataModule):
         self.config = config
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.max_steps, self.seed = max_steps, seed
+        self._given_tokenizer = tokenizer
         self._base_dir = base_dir or Path.cwd()
         self._cache_dir = self._base_dir / Path(config.cache_dir).expanduser()
         self.allow_zero_length_dataloader_with_multiple_devices = True  # a rank may have no validation window
@@ -160,7 +126,7 @@ class DataModule(lightning.LightningDataModule):
         """Lightning's hook, called by every process."""
         self.prepare()
 
-    def _open(self, files: str | list[str]) -> Corpus:
+    def _open(self, files: str | tuple[str, ...]) -> Corpus:
         config = self.config
         return file_corpus(
             files,
@@ -185,6 +151,8 @@ class DataModule(lightning.LightningDataModule):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         config = self.config
+        if self._given_tokenizer is not None:
+            return self._given_tokenizer
         if config.tokenizer == "bytes":
             return byte_tokenizer()
         if config.tokenizer_file is not None and config.tokenizer == "file":

@@ -31,7 +31,6 @@ from data.errors import DataError
 
 log = logging.getLogger(__name__)
 
-KINDS = ("bytes", "bpe", "file")
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # tried in this order when none is named
 MIN_BPE_VOCAB = 257  # 256 bytes and the end-of-text token
@@ -164,8 +163,7 @@ class StreamDecoder:
 
     def _held_back(self) -> str:
         context, text = (
-            self._tokenizer.decode(ids, skip_special_tokens=True)
-            for ids in (self._ids[: self._context], self._ids)
+            self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (self._ids[: self._context], self._ids)
         )
         return text[len(context) :]
 

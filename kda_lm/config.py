@@ -57,8 +57,8 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         if _matches(alternative, value):
             if alternative is float:
                 return float(value)
-            if typing.get_origin(alternative) in (tuple, list):
-                return typing.get_origin(alternative)(value)
+            if typing.get_origin(alternative) is tuple:
+                return tuple(value)
             return value
     raise UserError(f"{where} is {value!r}; it takes {' or '.join(_describe(a) for a in alternatives)}")
 
@@ -68,7 +68,7 @@ def _matches(hint: Any, value: Any) -> bool:
         return value is None
     if typing.get_origin(hint) is Literal:
         return isinstance(value, str) and value in typing.get_args(hint)
-    if typing.get_origin(hint) in (tuple, list):
+    if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         return isinstance(value, Sequence) and not isinstance(value, str) and all(_matches(item, v) for v in value)
     if hint is float:
@@ -83,7 +83,7 @@ def _describe(hint: Any) -> str:
         return "null"
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(typing.get_args(hint))
-    if typing.get_origin(hint) in (tuple, list):
+    if typing.get_origin(hint) is tuple:
         return f"a list of {_describe(typing.get_args(hint)[0])}"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return names.get(hint, str(hint))

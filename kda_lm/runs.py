@@ -27,6 +27,11 @@ from kda_lm.errors import UserError
 RUN_DIR_VARIABLE = "KDA_LM_RUN_DIR"  # how the processes that a multi-device run starts find their run's folder
 
 
+def is_first_process() -> bool:
+    """False in the processes that a run on several devices starts beside the first."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def launch_dir() -> Path:
     """The directory that the user started from; relative paths are relative to it, whatever hydra.job.chdir says."""
     from hydra.core.hydra_config import HydraConfig
@@ -45,9 +50,8 @@ def create_run_folder(run_dir: str | None, name: str) -> Path:
 
     Raises UserError: `run_dir` exists and is not empty, or the folder can't be made.
     """
-    inherited = os.environ.get(RUN_DIR_VARIABLE)
-    if inherited and "LOCAL_RANK" in os.environ:
-        return Path(inherited)
+    if not is_first_process():
+        return Path(os.environ[RUN_DIR_VARIABLE])
     try:
         if run_dir is not None:
             folder = from_launch_dir(run_dir)

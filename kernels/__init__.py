@@ -1,20 +1,32 @@
-"""Linear attention as one recurrence with two switches, softmax attention and the short convolution beside it.
+"""Linear attention as one recurrence with two switches; softmax attention and the short convolution beside it.
 
-A state S [K, V] per head; g ≤ 0 is a log-decay, β a write strength:
+S [K, V] is the state of a head, g ≤ 0 a log-decay, β a write strength:
 
-    S ← exp(g_t) ⊙ S                      decay: none | scalar (one g per head) | channel (a g per key channel)
+    S ← exp(g_t) ⊙ S                      decay: none | scalar (one g per head) | channel (one per key channel)
     u = β_t (v_t − Sᵀ k_t)  or  v_t       rule:  delta | additive
     S ← S + k_t uᵀ
     o_t = scale · Sᵀ q_t                  read after write
 
-| decay   | additive          | delta                                |
-|---------|-------------------|--------------------------------------|
-| none    | chunk_linear_attn | chunk_delta_rule (DeltaNet)          |
+| decay   | additive          | delta                                   |
+|---------|-------------------|-----------------------------------------|
+| none    | chunk_linear_attn | chunk_delta_rule (DeltaNet)             |
 | scalar  | chunk_simple_gla  | chunk_gated_delta_rule (Gated DeltaNet) |
-| channel | chunk_gla         | chunk_kda (Kimi Delta Attention)     |
+| channel | chunk_gla         | chunk_kda (Kimi Delta Attention)        |
 
-`chunk_*` is for training and long prompts, `fused_recurrent_*` (same cells, same signatures) for decoding; `chunk`
-and `fused_recurrent` take the rule and the decay as arguments.
+`chunk_*` is for training and long prompts, `fused_recurrent_*`, with the same cells and signatures, for decoding.
+`chunk` and `fused_recurrent` take rule and decay as arguments; `help(kernels.chunk)` describes all arguments.
+Names and argument order are those of flash-linear-attention.
+
+Shapes   q, k [B, T, H, K]; v, o [B, T, HV, V]; g [B, T, HV] or [B, T, HV, K]; beta [B, T, HV]. HV is a multiple of
+         H: value head i reads key head i // (HV // H).
+State    [N, HV, K, V], N = B or the number of packed sequences. What a call returns goes into the next as
+         `initial_state`, from either form; a call never changes the state it was given.
+Dtypes   Any floating inputs. Arithmetic and state are float32 (float64 as soon as q, k or v is), under autocast too;
+         o has v's dtype.
+g        Any log-decay in [−inf, 0]; −inf forgets everything before its token.
+Packing  cu_seqlens [N + 1]: boundaries of N sequences along T, with B = 1. Empty sequences are allowed.
+Backend  "auto", "torch" or "reference" (token by token, for comparison); `resolve_backend` says what "auto" is.
+Errors   ValueError for wrong shapes and values, TypeError for wrong types and dtypes.
 """
 
 from kernels.checks import BACKENDS, resolve_backend

@@ -3,6 +3,8 @@
 Wrong shapes and values are ValueErrors, wrong types and dtypes TypeErrors.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -48,15 +50,12 @@ def check_tensor(
         raise TypeError(f"{name}: got {x.dtype}, accepted: {dtype or 'a floating dtype'}")
     shape = tuple(x.shape)
     if shape != sizes and (
-        len(shape) != len(sizes)
-        or any(a != b and (b >= 0 or a < 1) for a, b in zip(shape, sizes, strict=True))
+        len(shape) != len(sizes) or any(a != b and (b >= 0 or a < 1) for a, b in zip(shape, sizes, strict=True))
     ):
         here = ", ".join("≥ 1" if size < 0 else str(size) for size in sizes)
         raise ValueError(f"{name}: got shape {list(shape)}, accepted: [{axes}], here [{here}]")
     if first is not None and x.device != first.device:
-        raise ValueError(
-            f"{name}: got a tensor on {x.device}, accepted: {first.device}, like the first argument"
-        )
+        raise ValueError(f"{name}: got a tensor on {x.device}, accepted: {first.device}, like the first argument")
 
 
 def check_groups(name: str, heads: int, others: str, groups: int) -> None:
@@ -76,9 +75,7 @@ def read_cu_seqlens(cu_seqlens: Tensor | None, B: int, T: int) -> list[int] | No
     if B != 1:
         raise ValueError(f"cu_seqlens: got a batch of {B}, accepted: B = 1, the sequences packed along T")
     bounds: list[int] = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in zip(bounds[:-1], bounds[1:], strict=True)):
+    if bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in pairwise(bounds)):
         shown = bounds if len(bounds) <= 16 else [*bounds[:8], "…", *bounds[-7:]]
-        raise ValueError(
-            f"cu_seqlens: got {shown}, accepted: boundaries from 0 to T = {T} that never decrease"
-        )
+        raise ValueError(f"cu_seqlens: got {shown}, accepted: boundaries from 0 to T = {T} that never decrease")
     return bounds

@@ -31,9 +31,7 @@ Result = tuple[Tensor, Tensor | None]
 Function = Callable[..., Result]
 
 
-def _generic(
-    name: str, form: str, implementations: dict[str, Callable[..., tuple[Tensor, Tensor]]]
-) -> Function:
+def _generic(name: str, form: str, implementations: dict[str, Callable[..., tuple[Tensor, Tensor]]]) -> Function:
     """`chunk` or `fused_recurrent`: the same options in front of one implementation per backend."""
 
     def function(
@@ -145,9 +143,7 @@ def _check_gate(
     if use_gate_in_kernel:
         check_tensor("A_log", A_log, "HV", (HV,), q)
         if dt_bias is not None:
-            check_tensor(
-                "dt_bias", dt_bias, *(("HV", (HV,)) if decay == "scalar" else ("HV·K", (HV * K,))), q
-            )
+            check_tensor("dt_bias", dt_bias, *(("HV", (HV,)) if decay == "scalar" else ("HV·K", (HV * K,))), q)
     elif A_log is not None or dt_bias is not None:
         raise ValueError("A_log, dt_bias: got a tensor, accepted: only with use_gate_in_kernel=True")
 

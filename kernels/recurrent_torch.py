@@ -43,11 +43,11 @@ def recurrent(
         strength = beta.to(dtype)[..., None, None]  # [B, T, HV, 1, 1]
 
     state = queries.new_zeros(B, HV, K, V) if initial_state is None else initial_state.to(dtype)
-    o = []
+    outputs = []
     for t in range(T):
         if g is not None:
             state = state * decay[:, t]
         write = values[:, t] if beta is None else (values[:, t] - keys[:, t] @ state) * strength[:, t]
         state = torch.addcmul(state, keys[:, t].mT, write)
-        o.append(queries[:, t] @ state)
-    return (torch.stack(o, dim=1).squeeze(3) * scale if o else v).to(v.dtype), state
+        outputs.append(queries[:, t] @ state)
+    return (torch.stack(outputs, dim=1).squeeze(3) * scale if outputs else v).to(v.dtype), state

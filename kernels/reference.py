@@ -50,7 +50,7 @@ def recurrence(
         strength = beta.to(dtype).unsqueeze(3)  # [B, T, HV, 1]
 
     S = q.new_zeros(B, HV, K, V) if initial_state is None else initial_state.to(dtype)
-    o = []
+    o: list[Tensor] = []
     for t in range(T):
         if g is not None:
             S = decay[:, t].unsqueeze(3) * S
@@ -83,9 +83,7 @@ def sequence_by_sequence(
     return torch.cat(outputs, dim=1), torch.cat(states)
 
 
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Sequence[int] | None = None
-) -> Tensor:
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Sequence[int] | None = None) -> Tensor:
     """Causal softmax attention with its scores written out (article, section 1).
 
         o_t = Σ_{s ≤ t} softmax_s(scale · q_t·k_s) v_s

@@ -62,9 +62,7 @@ def short_convolution(
             state = inputs[:, T:].clone()
     else:  # one row, each sequence behind the inputs that precede it
         sequences = x[0].split([end - start for start, end in pairwise(bounds)])
-        inputs = torch.cat([part for pair in zip(initial_state, sequences, strict=True) for part in pair])[
-            None
-        ]
+        inputs = torch.cat([part for pair in zip(initial_state, sequences, strict=True) for part in pair])[None]
         if output_final_state:
             ends = (end + n * history for n, end in enumerate(bounds[1:]))
             state = torch.stack([inputs[0, end : end + history] for end in ends])

@@ -24,8 +24,7 @@ def run(options: DictConfig) -> Score:
 
     data_options = {**checkpoint.data, "val_batch_size": config.batch_size, "max_val_windows": None}
     if config.text is not None:
-        text = list(config.text) if isinstance(config.text, tuple) else config.text
-        data_options.update(corpus="text", files=text, val_files=text, text_key=config.text_key)
+        data_options.update(corpus="text", files=config.text, val_files=config.text, text_key=config.text_key)
     if config.seq_len is not None:
         data_options["seq_len"] = config.seq_len
     data = DataModule(

@@ -7,6 +7,8 @@ import csv
 import netrc
 import os
 from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -14,7 +16,8 @@ from urllib.parse import urlparse
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from kda_lm.runs import is_first_process
 
 WANDB_INIT_TIMEOUT = 15  # seconds that a logged-in user's run may wait for the server before it goes on offline
 
@@ -81,7 +84,28 @@ class CSVMetrics(Logger):
         temporary.replace(self.path)
 
 
-def wandb_logger(project: str, folder: Path, name: str, run_id: str, config: dict[str, Any]) -> WandbLogger:
+@contextmanager
+def open_loggers(
+    folder: Path, project: str | None, run_id: str, config: dict[str, Any]
+) -> Iterator[tuple[list[Logger], Callable[[dict[str, Any]], None]]]:
+    """The loggers of the run in `folder`, and a function that takes its summary; wandb's run ends with the block.
+
+    `project` None is without wandb.
+    """
+    loggers: list[Logger] = [CSVMetrics(folder / "metrics.csv")]
+    if project is None or not is_first_process():
+        yield loggers, lambda summary: None
+        return
+    run = _wandb_run(project, folder, run_id, config)
+    succeeded = False
+    try:
+        yield [*loggers, WandbLogger(experiment=run)], run.summary.update
+        succeeded = True
+    finally:
+        run.finish(exit_code=0 if succeeded else 1)
+
+
+def _wandb_run(project: str, folder: Path, run_id: str, config: dict[str, Any]) -> Any:
     """A wandb run that continues `run_id` if that exists; its files lie under `folder`/wandb.
 
     WANDB_MODE decides if set; otherwise online for a logged-in user and offline for everybody else. A server that
@@ -91,19 +115,12 @@ def wandb_logger(project: str, folder: Path, name: str, run_id: str, config: dic
 
     mode: Any = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
     settings = wandb.Settings(init_timeout=WANDB_INIT_TIMEOUT, silent=True, console="off")
-    options: dict[str, Any] = {
-        "project": project,
-        "name": name,
-        "id": run_id,
-        "dir": str(folder),
-        "config": config,
-    }
+    options: dict[str, Any] = {"project": project, "name": folder.name, "id": run_id, "dir": folder, "config": config}
     try:
-        run = wandb.init(**options, mode=mode, resume="allow", settings=settings)
+        return wandb.init(**options, mode=mode, resume="allow", settings=settings)
     except wandb.errors.CommError:
-        rank_zero_info("wandb: the server does not answer; logging offline (`wandb sync` uploads it later)")
-        run = wandb.init(**options, mode="offline", settings=settings)
-    return WandbLogger(experiment=run)
+        print("wandb: the server does not answer; logging offline (`wandb sync` uploads it later)", flush=True)
+        return wandb.init(**options, mode="offline", settings=settings)
 
 
 def _logged_in() -> bool:

@@ -61,13 +61,14 @@ class TrainingModule(lightning.LightningModule):
         Raises UserError naming the step when the loss or the gradient is not finite, before any weight changes.
         """
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        targets = self._sum_over_ranks(sum((micro["targets"] != -100).sum() for micro in batch))  # type: ignore[arg-type]
+        targets = torch.stack([(micro["targets"] != -100).sum() for micro in batch]).sum()
+        targets = self._sum_over_ranks(targets).clamp(min=1)
         total = torch.zeros((), device=self.device)
         for i, micro in enumerate(batch):
             with self._synchronise_gradients(i == len(batch) - 1):
                 nll, _ = self.model.loss(**micro)
                 # DDP averages gradients over ranks; the sum is wanted.
-                self.manual_backward(nll * (self.trainer.world_size / targets.clamp(min=1)))
+                self.manual_backward(nll * (self.trainer.world_size / targets))
             total += nll.detach()
         loss = self._sum_over_ranks(total) / targets
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.grad_clip or float("inf"))

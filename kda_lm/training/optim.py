@@ -37,7 +37,7 @@ class OptimConfig:
     """Optimizer and schedule. All counts are optimizer steps, whatever the accumulation."""
 
     optimizer: Literal["adamw", "muon"] = "muon"
-    lr: float = 3e-3
+    lr: float = 0.012
     adamw_lr: float | None = None  # with muon: of what AdamW updates; null: lr
     beta1: float = 0.9
     beta2: float = 0.95

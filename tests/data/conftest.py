@@ -46,8 +46,6 @@ def make(folder: Path, tmp_path: Path) -> Callable[..., DataModule]:
     ) -> DataModule:
         defaults = {"corpus": "text", "files": str(folder), "tokenizer": "bytes", "seq_len": 64}
         config = DataConfig(**{"cache_dir": str(tmp_path / "cache"), **defaults, **options})
-        return DataModule(
-            config, batch_size=batch_size, micro_batch_size=micro_batch_size, max_steps=steps, seed=seed
-        )
+        return DataModule(config, batch_size=batch_size, micro_batch_size=micro_batch_size, max_steps=steps, seed=seed)
 
     return build

@@ -72,9 +72,7 @@ def test_sample_by(tmp_path: Path, write: Write, sample_by: str, expected: list[
 def test_rows_come_in_groups_and_huge_ones_in_pieces(tmp_path: Path, write: Write) -> None:
     huge = "wörd " * (READ_BYTES // 5)
     documents = [*(f"row {i}" for i in range(2500)), huge, "last"]
-    corpus = open_files(
-        tmp_path, write("a.jsonl", "".join(json.dumps({"text": d}) + "\n" for d in documents))
-    )
+    corpus = open_files(tmp_path, write("a.jsonl", "".join(json.dumps({"text": d}) + "\n" for d in documents)))
     assert list(corpus) == documents
     rows = np.array([3, 5, 2400, 2500, 2501])
     pieces = list(corpus.pieces(rows))
@@ -105,9 +103,7 @@ def test_a_changed_file_is_not_served_from_the_arrow_cache(tmp_path: Path, write
     assert list(open_files(tmp_path, path)) == ["new"]
 
 
-def test_relative_paths_start_in_base_dir(
-    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_paths_start_in_base_dir(tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """F6: whatever the working directory becomes."""
     write("a.txt", "here")
     write("other/a.txt", "not here")
@@ -181,9 +177,7 @@ def test_split_by_whole_documents(tmp_path: Path) -> None:
 
 def test_a_single_document_cannot_be_split(tmp_path: Path, write: Write) -> None:
     corpus = open_files(tmp_path, write("one.txt", "only one"))
-    with pytest.raises(
-        DataError, match=r"give data\.val_files, or set data\.sample_by to paragraph or line$"
-    ):
+    with pytest.raises(DataError, match=r"give data\.val_files, or set data\.sample_by to paragraph or line$"):
         Part(corpus, "val", 0.03).rows()
 
 

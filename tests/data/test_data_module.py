@@ -11,6 +11,8 @@ import torch
 import yaml
 
 from data import IGNORE, DataConfig, DataError, DataModule
+from kda_lm.config import plain, read_config
+from kda_lm.errors import UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 
@@ -128,9 +130,7 @@ def test_a_changed_tokenizer_is_not_served_old_tokens(make: Make) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_nothing_needs_a_network(
-    make: Make, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_needs_a_network(make: Make, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("network")
 
@@ -149,36 +149,34 @@ def test_short_validation_text(make: Make, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         data.prepare()
     assert str(caught.value) == (
-        "validation text has 7 tokens, a block needs seq_len + 1 = 65: "
-        "lower data.seq_len or give more validation text"
+        "validation text has 7 tokens, a block needs seq_len + 1 = 65: lower data.seq_len or give more validation text"
     )
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"sequence": 3}, "unknown option data.sequence: accepted are corpus, files, val_files"),
-    ({"corpus": "wikipedia"}, "data.corpus is 'wikipedia': choose one of sotu, text"),
-    ({"tokenizer": "word"}, "data.tokenizer is 'word': choose one of bytes, bpe, file"),
-    ({"sample_by": "page"}, "choose one of document, paragraph, line"),
-    ({"seq_len": "256"}, "data.seq_len is '256': it takes int"),
-    ({"seq_len": True}, "data.seq_len is True: it takes int"),
-    ({"seq_len": 0}, "data.seq_len is 0: it must be at least 1"),
-    ({"seq_len": None}, "data.seq_len is None: it takes int"),
-    ({"val_fraction": 1}, "data.val_fraction is 1.0: it must lie between 0 and 1"),
-    ({"max_val_windows": 0}, "data.max_val_windows is 0: it must be at least 1"),
-    ({"max_val_windows": 1.5}, "data.max_val_windows is 1.5: it takes int or null"),
-    ({"num_workers": -1}, "data.num_workers is -1: it must not be negative"),
-    ({"corpus": "text"}, "data.files is not set: give a path"),
-    ({"corpus": "text", "files": "???"}, "data.files is not set: give a path"),
-    ({"corpus": "text", "files": [1]}, "data.files is [1]: it takes str or list[str] or null"),
-    ({"files": "a.txt"}, "need data.corpus text, not sotu"),
-    ({"tokenizer": "file"}, "data.tokenizer_file is not set"),
+    ({"sequence": 3}, "data: unknown option 'sequence'; options are corpus, files, val_files"),
+    ({"corpus": "wikipedia"}, "data.corpus is 'wikipedia'; it takes one of sotu, text"),
+    ({"tokenizer": "word"}, "data.tokenizer is 'word'; it takes one of bytes, bpe, file"),
+    ({"sample_by": "page"}, "it takes one of document, paragraph, line"),
+    ({"seq_len": "256"}, "data.seq_len is '256'; it takes a whole number"),
+    ({"seq_len": True}, "data.seq_len is True; it takes a whole number"),
+    ({"seq_len": 0}, "data: seq_len is 0: it must be at least 1"),
+    ({"seq_len": None}, "data.seq_len is None; it takes a whole number"),
+    ({"val_fraction": 1}, "data: val_fraction is 1.0: it must lie between 0 and 1"),
+    ({"max_val_windows": 0}, "data: max_val_windows is 0: it must be at least 1"),
+    ({"max_val_windows": 1.5}, "data.max_val_windows is 1.5; it takes a whole number or null"),
+    ({"num_workers": -1}, "data: num_workers is -1: it must not be negative"),
+    ({"corpus": "text"}, "data: files is not set: give a path"),
+    ({"corpus": "text", "files": [1]}, "data.files is [1]; it takes text or a list of text or null"),
+    ({"files": "a.txt"}, "need corpus text, not sotu"),
+    ({"tokenizer": "file"}, "data: tokenizer_file is not set"),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
 def test_bad_options_are_one_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError) as caught:
-        DataConfig.from_mapping(options)
+    with pytest.raises(UserError) as caught:
+        read_config(DataConfig, options, "data")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -205,15 +203,13 @@ def test_every_yaml_is_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
         loaded = OmegaConf.load(path)
         if OmegaConf.is_missing(loaded, "files"):
             loaded.files = ["a.txt", "b.txt"]
-        config = DataConfig.from_mapping(loaded)
+        config = read_config(DataConfig, plain(loaded), "data")
         assert config.cache_dir == "/some/cache"
         assert len(path.read_text().splitlines()) <= 40
-        assert all(
-            "#" in line or "cache_dir" in line or "corpus" in line for line in path.read_text().splitlines()
-        )
+        assert all("#" in line or "cache_dir" in line or "corpus" in line for line in path.read_text().splitlines())
     default = yaml.safe_load((CONFIGS / "sotu.yaml").read_text())
     del default["cache_dir"]
-    assert DataConfig.from_mapping(default) == DataConfig()
+    assert read_config(DataConfig, default, "data") == DataConfig()
 
 
 def test_text_yaml_shows_every_option() -> None:

@@ -108,25 +108,22 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize(("workers", "optimizers"), [(0, 1), (2, 1), (0, 2)])
 @pytest.mark.parametrize(
-    ("save_at", "where"),
-    [(7, "batch_end"), (9, "batch_end"), (9, "validation_end"), (1, "batch_end"), (19, "batch_end")],
+    ("save_at", "where", "by_steps"),
+    [
+        (7, "batch_end", False),
+        (9, "batch_end", True),
+        (9, "validation_end", True),
+        (9, "validation_end", False),
+        (1, "batch_end", True),
+        (19, "batch_end", False),
+    ],
 )
-@pytest.mark.parametrize("options", [{}, {"max_steps": STEPS, "check_val_every_n_epoch": None}])
 def test_resume_is_exact(
-    make: Make,
-    tmp_path: Path,
-    workers: int,
-    optimizers: int,
-    save_at: int,
-    where: str,
-    options: dict[str, Any],
+    make: Make, tmp_path: Path, workers: int, optimizers: int, save_at: int, where: str, by_steps: bool
 ) -> None:
-    """9 and not 7 is a step after which validation is due."""
-    if "max_steps" in options:
-        options = {
-            **options,
-            "max_steps": optimizers * STEPS,
-        }  # Lightning counts the steps of every optimizer
+    """Validation is due after step 9, not after 7. Saving changes nothing in the run that saves."""
+    # Lightning counts the steps of every optimizer
+    options = {"max_steps": optimizers * STEPS, "check_val_every_n_epoch": None} if by_steps else {}
     path = tmp_path / "a.ckpt"
     whole, resumed = Toy(optimizers, save_at, where, path), Toy(optimizers)
     data = make(STEPS, micro_batch_size=2, num_workers=workers)

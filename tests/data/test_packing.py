@@ -43,9 +43,7 @@ def rows_of(batches: list[Batch]) -> list[list[int]]:
 
 
 def equal(a: list[Batch], b: list[Batch]) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x[key], y[key]) for x, y in zip(a, b, strict=True) for key in x
-    )
+    return len(a) == len(b) and all(torch.equal(x[key], y[key]) for x, y in zip(a, b, strict=True) for key in x)
 
 
 @pytest.mark.parametrize("seq_len", [1, 10, 100, 363, 364, 700, 728])
@@ -104,15 +102,11 @@ def test_the_epoch_after_a_resume_is_full(file: TokenFile) -> None:
     assert blocks % 4 == 0
     start = int(0.9 * blocks / 4)
     rows = [
-        row
-        for step in range(start, 3 * blocks // 4)
-        for row in rows_of(train_step(file, shape, 0, step, 0, False))
+        row for step in range(start, 3 * blocks // 4) for row in rows_of(train_step(file, shape, 0, step, 0, False))
     ]
     left = blocks - 4 * start
     for epoch in (1, 2):
-        own = [
-            read_block(file, block_start(file, 10, 0, epoch * blocks + i), 10).tolist() for i in range(blocks)
-        ]
+        own = [read_block(file, block_start(file, 10, 0, epoch * blocks + i), 10).tolist() for i in range(blocks)]
         assert rows[left + (epoch - 1) * blocks :][:blocks] == own
         assert len({tuple(row) for row in own}) == blocks
 
@@ -168,9 +162,7 @@ def test_every_token_is_an_evaluation_target_once(file: TokenFile, seq_len: int)
         for size in (3, 8):
             for rank in range(world):
                 mine = range(rank, count, world)
-                batches = [
-                    eval_batch(file, seq_len, mine[i : i + size], False) for i in range(0, len(mine), size)
-                ]
+                batches = [eval_batch(file, seq_len, mine[i : i + size], False) for i in range(0, len(mine), size)]
                 for key in ("tokens", "targets"):
                     rows = [row for batch in batches for row in batch[key].tolist()]
                     assert rows == whole[key].tolist()[rank::world]

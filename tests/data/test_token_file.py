@@ -89,16 +89,12 @@ def test_unchanged_is_reused_and_changed_is_built_beside(
     other = token_file(part, byte_tokenizer(), tmp_path)
     assert other.tokens[1:4].tolist() == list(part.corpus[0][:3].encode())
     (folder / "00.txt").write_text("changed")
-    changed = token_file(
-        Part(FilesCorpus("texts", sorted(folder.glob("*.txt"))), "train"), tokenizer, tmp_path
-    )
+    changed = token_file(Part(FilesCorpus("texts", sorted(folder.glob("*.txt"))), "train"), tokenizer, tmp_path)
     assert tokenizer.decode(changed.tokens[: changed.offsets[1]]) == "changed"
     assert len({first.path, other.path, changed.path}) == 3 == len(files_in(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "damage", ["shorter", "longer", "no offsets", "no manifest", "bad manifest", "other key"]
-)
+@pytest.mark.parametrize("damage", ["shorter", "longer", "no offsets", "no manifest", "bad manifest", "other key"])
 def test_damage_is_repaired_with_a_warning(
     part: Part, tokenizer: Tokenizer, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,9 +134,7 @@ def test_a_killed_build_leaves_nothing_that_looks_whole(part: Part, tmp_path: Pa
     assert len(file) == file.manifest.text_bytes + file.manifest.documents + 1
 
 
-def test_an_error_while_building_leaves_nothing(
-    part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_while_building_leaves_nothing(part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
@@ -161,9 +155,7 @@ def test_two_may_build_at_once(
 
     monkeypatch.setattr(data.token_file, "_publish", both_publish)
     files: list[TokenFile] = []
-    threads = [
-        threading.Thread(target=lambda: files.append(token_file(part, tokenizer, tmp_path))) for _ in "ab"
-    ]
+    threads = [threading.Thread(target=lambda: files.append(token_file(part, tokenizer, tmp_path))) for _ in "ab"]
     for thread in threads:
         thread.start()
     for thread in threads:

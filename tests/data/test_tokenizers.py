@@ -30,9 +30,7 @@ def tokenizer(request: pytest.FixtureRequest, bpe: Tokenizer) -> Tokenizer:
 
 def foreign(**options: object) -> tokenizers.Tokenizer:
     """A word-piece tokenizer that would add [CLS] … [SEP], pad and truncate."""
-    vocab = {
-        token: i for i, token in enumerate(["[UNK]", "[CLS]", "[SEP]", "[PAD]", "hello", "wor", "##ld", "é"])
-    }
+    vocab = {token: i for i, token in enumerate(["[UNK]", "[CLS]", "[SEP]", "[PAD]", "hello", "wor", "##ld", "é"])}
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -117,9 +115,7 @@ def test_bpe_is_trained_on_training_documents_only(tmp_path: Path) -> None:
     held_out = chr(ord("a") + int(Part(corpus, "val", 0.05).rows()[0]))
     tokenizer = train_bpe(Part(corpus, "train", 0.05), vocab_size=400, train_bytes=10**9)
     assert len(tokenizer.encode(held_out * 40)) == 40
-    assert all(
-        len(tokenizer.encode(chr(ord("a") + i) * 40)) < 20 for i in range(20) if chr(ord("a") + i) != held_out
-    )
+    assert all(len(tokenizer.encode(chr(ord("a") + i) * 40)) < 20 for i in range(20) if chr(ord("a") + i) != held_out)
 
 
 def test_training_is_reproducible_and_capped(part: Part, bpe: Tokenizer) -> None:
@@ -169,9 +165,7 @@ def test_foreign_file_adds_nothing(tmp_path: Path) -> None:
 
 def test_foreign_byte_fallback_stream() -> None:
     vocab = {"<unk>": 0, "</s>": 1, "▁a": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
-    tokenizer = tokenizers.Tokenizer(
-        models.Unigram([(token, -1.0) for token in vocab], 0, byte_fallback=True)
-    )
+    tokenizer = tokenizers.Tokenizer(models.Unigram([(token, -1.0) for token in vocab], 0, byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

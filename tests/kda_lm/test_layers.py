@@ -1,0 +1,88 @@
+"""The small layers against their equations, and the dtypes that they keep."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import error
+from torch import nn
+
+from kda_lm.layers import RMSNorm, ShortConvolution, SwiGLU, rotate
+
+BF16 = 2**-8  # one rounding
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_rms_norm() -> None:
+    norm = RMSNorm(6).double()
+    nn.init.normal_(norm.weight)
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+    assert error(norm(x), expected) < 1e-14
+    assert norm(torch.zeros(1, 6, dtype=torch.float64)).eq(0).all()
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 1e15), (torch.float16, 3e4), (torch.float32, 1e15)])
+def test_rms_norm_computes_wide_and_keeps_the_dtype(dtype: torch.dtype, size: float) -> None:
+    """Squares of these overflow float16, or lose everything in bf16; the norm is computed in float32."""
+    x = (torch.randn(4, 64).clamp(-1, 1) * size).to(dtype)
+    y = RMSNorm(64).to(dtype)(x)
+    assert y.dtype == dtype and y.isfinite().all()
+    assert error(y, F.rms_norm(x.double(), (64,))) < BF16
+
+
+def test_swiglu() -> None:
+    layer = SwiGLU(4, 6).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    gate, up = x @ layer.gate_proj.weight.T, x @ layer.up_proj.weight.T
+    assert error(layer(x), (gate * gate.sigmoid() * up) @ layer.out_proj.weight.T) < 1e-14
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_short_convolution_is_torch_conv1d(width: int, activation: str | None) -> None:
+    layer = ShortConvolution(5, width, activation).double()
+    x = torch.randn(2, 9, 5, dtype=torch.float64)
+    expected = F.conv1d(F.pad(x.mT, (width - 1, 0)), layer.weight[:, None], groups=5).mT
+    y, state = layer(x)
+    assert error(y, expected if activation is None else F.silu(expected)) < 1e-14
+    assert state is not None and state.shape == (2, width - 1, 5)
+    assert torch.equal(state, x[:, 10 - width :])
+    for cut in (1, 2, 8):  # shorter than the taps too
+        first, state = layer(x[:, :cut])
+        second, _ = layer(x[:, cut:], state)
+        assert error(torch.cat([first, second], dim=1), y) < 1e-14
+
+
+def test_short_convolution_stays_within_documents() -> None:
+    layer = ShortConvolution(5, 4, "silu").double()
+    x = torch.randn(1, 10, 5, dtype=torch.float64)
+    y, state = layer(x, cu_seqlens=torch.tensor([0, 1, 3, 10]))
+    parts = [layer(piece) for piece in x.split([1, 2, 7], dim=1)]
+    assert error(y, torch.cat([part for part, _ in parts], dim=1)) < 1e-14
+    assert torch.equal(state, torch.cat([s for _, s in parts]))
+
+
+def test_rotation() -> None:
+    """Pairs (i, i + D/2) turn by position · theta^(−2i/D): lengths stay, position 0 stays, turns add."""
+    x = torch.randn(1, 6, 2, 8, dtype=torch.float64)
+    places = torch.arange(6)
+    y = rotate(x, places, 100.0)
+    for i in range(4):
+        angle = places.double() * 100.0 ** (-2 * i / 8)
+        turned = torch.complex(x[..., i], x[..., i + 4]) * torch.polar(torch.ones(6).double(), angle)[None, :, None]
+        assert error(y[..., i], turned.real) < 1e-6 and error(y[..., i + 4], turned.imag) < 1e-6
+    assert torch.equal(y[:, 0], x[:, 0])
+    assert error(y.norm(dim=-1), x.norm(dim=-1)) < 1e-6
+    assert error(rotate(y, torch.full((6,), 3), 100.0), rotate(x, places + 3, 100.0)) < 1e-6
+
+
+def test_rotation_keeps_the_dtype_and_turns_in_float32() -> None:
+    """At position 4,096 bf16 angles would be off by many turns."""
+    x = torch.randn(1, 1, 1, 64).bfloat16()
+    y = rotate(x, torch.tensor([4096]), 10000.0)
+    assert y.dtype == torch.bfloat16
+    assert error(y, rotate(x.double(), torch.tensor([4096]), 10000.0)) < BF16
