@@ -21,7 +21,7 @@ from kda_lm.config import plain, read_config
 from kda_lm.device import keep_freed_memory, resolve_device, resolve_precision
 from kda_lm.generation import SamplingConfig
 from kda_lm.model import LM, LMConfig
-from kda_lm.runs import create_run_folder, identity, is_first_process, launch_dir, resume_config
+from kda_lm.runs import CONFIGS, create_run_folder, identity, is_first_process, launch_dir, resume_config
 from kda_lm.training.callbacks import Monitor, ProgressLine, Samples
 from kda_lm.training.checkpoint import AtomicCheckpointIO, SaveCheckpoints
 from kda_lm.training.config import TrainerConfig
@@ -122,7 +122,7 @@ def build_trainer(
     )
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
 def main(config: DictConfig) -> None:
     quiet_libraries()
     keep_freed_memory()

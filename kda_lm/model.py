@@ -100,7 +100,7 @@ class LM(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
-        self.mixer_options = {name: dict(mixers[name]) for name in dict.fromkeys(names)}
+        self.mixer_options = {name: dict(mixers[name]) for name in dict.fromkeys(config.pattern)}
         self._initialise()
 
     def _initialise(self) -> None:

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kda_lm.errors import UserError
 
+CONFIGS = Path(__file__).parents[1] / "configs"  # absolute, so that command lines start from anywhere
 RUN_DIR_VARIABLE = "KDA_LM_RUN_DIR"  # how the processes that a multi-device run starts find their run's folder
 
 

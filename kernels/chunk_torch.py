@@ -135,8 +135,8 @@ def _interactions(decay: Tensor | None, keys: Tensor, *rows: Tensor) -> list[Any
         arriving, total, *rest = _DecayedProducts.apply(decay, keys, *rows)
         decayed, products = rest[: len(rows)], rest[len(rows) :]
     else:
-        ones = torch.ones_like(decay)
-        to_end, total, from_start, between = _DecayedProducts.apply(decay, ones, ones)
+        ones, row = torch.ones_like(decay), torch.ones_like(decay)  # two tensors: torch.compile refuses one twice
+        to_end, total, from_start, between = _DecayedProducts.apply(decay, ones, row)
         arriving, decayed = keys * to_end, [x * from_start for x in rows]
         products = [(x @ keys.mT) * between for x in rows]
     return [decayed[0], arriving, total, products[0], *decayed[1:], *products[1:]]

@@ -11,7 +11,7 @@ from kda_lm.cli import one_line_errors, print_table, quiet_libraries, required_p
 from kda_lm.config import plain, read_config
 from kda_lm.device import arithmetic, resolve_device
 from kda_lm.evaluation import EvaluationConfig, Score, evaluate
-from kda_lm.runs import from_launch_dir, launch_dir, write_json
+from kda_lm.runs import CONFIGS, from_launch_dir, launch_dir, write_json
 
 
 def run(options: DictConfig) -> Score:
@@ -53,7 +53,7 @@ def run(options: DictConfig) -> Score:
     return score
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="evaluate")
+@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="evaluate")
 def main(options: DictConfig) -> None:
     quiet_libraries()
     with one_line_errors():

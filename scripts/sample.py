@@ -12,7 +12,7 @@ from kda_lm.cli import one_line_errors, quiet_libraries, required_path
 from kda_lm.config import plain, read_config
 from kda_lm.device import arithmetic, resolve_device
 from kda_lm.generation import SampleConfig, SamplingConfig, generate
-from kda_lm.runs import from_launch_dir
+from kda_lm.runs import CONFIGS, from_launch_dir
 
 
 def run(options: DictConfig) -> list[str]:
@@ -62,7 +62,7 @@ def _quoted(argument: str) -> str:
     return f"{name}='{text}'"
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="sample")
+@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="sample")
 def main(options: DictConfig) -> None:
     quiet_libraries()
     with one_line_errors():

@@ -66,7 +66,12 @@ def small_options(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def tiny_lm(
-    *mixers: dict[str, Any], dim: int = 16, layers: int | None = None, vocab_size: int = 29, seed: int = 0, **config: Any
+    *mixers: dict[str, Any],
+    dim: int = 16,
+    layers: int | None = None,
+    vocab_size: int = 29,
+    seed: int = 0,
+    **config: Any,
 ) -> "LM":
     """A model whose layers have these mixers, tiled over `layers`, in evaluation mode."""
     from kda_lm.model import LM, LMConfig

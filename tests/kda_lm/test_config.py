@@ -31,7 +31,16 @@ def test_values_and_defaults() -> None:
     assert read_config(Options, {"count": 3}, "o") == Options(3)
     found = read_config(
         Options,
-        {"count": 3, "rate": 2, "name": "", "on": True, "kind": "green", "maybe": 4, "some": ["x"], "either": ["y", "z"]},
+        {
+            "count": 3,
+            "rate": 2,
+            "name": "",
+            "on": True,
+            "kind": "green",
+            "maybe": 4,
+            "some": ["x"],
+            "either": ["y", "z"],
+        },
         "o",
     )
     assert found == Options(3, 2.0, "", True, "green", 4, ("x",), ("y", "z"))

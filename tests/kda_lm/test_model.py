@@ -476,9 +476,7 @@ def test_loss_is_a_sum_and_a_count_over_what_is_not_masked() -> None:
     targets[torch.rand(4, 12, generator=torch.Generator().manual_seed(2)) < 0.4] = -100
     nll, count = model.loss(ids, targets)
     log_p = model(ids)[0].detach().log_softmax(-1)
-    by_hand = -sum(
-        log_p[i, t, targets[i, t]] for i in range(4) for t in range(12) if targets[i, t] != -100
-    )
+    by_hand = -sum(log_p[i, t, targets[i, t]] for i in range(4) for t in range(12) if targets[i, t] != -100)
     assert count == (targets != -100).sum() and float(nll.detach()) == pytest.approx(float(by_hand), rel=1e-12)
     parts = [model.loss(a, b) for a, b in zip(ids.split([1, 3]), targets.split([1, 3]), strict=True)]
     assert float(sum(n.detach() for n, _ in parts)) == pytest.approx(float(nll.detach()), rel=1e-12)  # type: ignore[arg-type]

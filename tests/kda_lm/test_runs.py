@@ -142,7 +142,9 @@ def test_overrides_change_the_old_configuration(saved: Path) -> None:
     assert config.seed == 0 and config.data.files == ["a"]  # what was not asked for stays
 
 
-@pytest.mark.parametrize("override", ["trainer=fast", "+trainer.x=1", "~seed", "experiment=kda", "run_dir=new", "typo=1"])
+@pytest.mark.parametrize(
+    "override", ["trainer=fast", "+trainer.x=1", "~seed", "experiment=kda", "run_dir=new", "typo=1"]
+)
 def test_what_cannot_go_with_resume(saved: Path, override: str) -> None:
     now = OmegaConf.create({"resume": "old", "trainer": {"max_steps": 8}})
     with pytest.raises(UserError) as caught:

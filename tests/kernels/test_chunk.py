@@ -273,6 +273,16 @@ def test_checkpointing_changes_no_gradient(rule: str, decay: str) -> None:
     assert_close(again, plain, 0.0)
 
 
+@cells
+@forms
+def test_compiles_without_a_graph_break(form: kernels.ops.Function, rule: str, decay: str) -> None:
+    inputs = make_inputs(rule, decay, 40 if form is chunk else 2)
+    torch.compiler.reset()
+    compiled = torch.compile(form, fullgraph=True, backend="aot_eager")
+    eager = evaluate(form, inputs, rule=rule, decay=decay)
+    assert_close(evaluate(compiled, inputs, rule=rule, decay=decay), eager, FLOAT64_ERROR)
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "decay"),
     [
