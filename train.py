@@ -18,7 +18,7 @@ from data import DataConfig, DataModule
 from kda_lm.checkpoint import check_same_model
 from kda_lm.cli import one_line_errors, quiet_libraries
 from kda_lm.config import plain, read_config
-from kda_lm.device import keep_freed_memory, resolve_device, resolve_precision
+from kda_lm.device import resolve_device, resolve_precision
 from kda_lm.generation import SamplingConfig
 from kda_lm.model import LM, LMConfig
 from kda_lm.runs import CONFIGS, create_run_folder, identity, is_first_process, launch_dir, resume_config
@@ -78,7 +78,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     with open_loggers(folder, project, run["id"], options) as (loggers, log_summary):
         trainer = build_trainer(trainer_config, folder, loggers, samples, monitor)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        trainer.validate(module, datamodule=data, verbose=False)
+        if module.val_step != trainer.global_step:
+            trainer.validate(module, datamodule=data, verbose=False)
         if not trainer.is_global_zero:
             return {}
         samples.show(module)
@@ -125,7 +126,6 @@ def build_trainer(
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
 def main(config: DictConfig) -> None:
     quiet_libraries()
-    keep_freed_memory()
     with one_line_errors():
         train(config, HydraConfig.get().overrides.task)
 

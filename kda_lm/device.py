@@ -1,7 +1,5 @@
 """Which device and which arithmetic `auto` means, the same for training, evaluation and sampling."""
 
-import ctypes
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, TypeAlias
 
@@ -26,23 +24,6 @@ def resolve_precision(precision: Precision, device: torch.device) -> Literal["32
     if precision == "auto":
         return "bf16-mixed" if device.type == "cuda" else "32-true"
     return precision
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed buffers for the next step instead of returning them to the system.
-
-    Every step of a CPU run takes and frees the same large tensors, and fresh pages cost more than the arithmetic on
-    them: the default run is 1.5 times as fast with this. The process then stays as large as it ever was.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    trim_threshold, mmap_threshold = -1, -3  # mallopt's names for them (malloc.h)
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # another C library
-        return
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(mmap_threshold, 2**30)
 
 
 def arithmetic(precision: Precision, device: torch.device) -> AbstractContextManager[object]:

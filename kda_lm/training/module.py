@@ -47,6 +47,7 @@ class TrainingModule(lightning.LightningModule):
         self.metadata = metadata
         self.val_bytes = val_bytes
         self.val_score: Score | None = None  # the latest validation's
+        self.val_step: int | None = None  # the optimizer steps before it
         self._tally = Tally()
         self._saved_rng: dict[str, Any] | None = None
 
@@ -96,6 +97,7 @@ class TrainingModule(lightning.LightningModule):
         if self._tally.sums is not None:
             self._tally.sums = self._sum_over_ranks(self._tally.sums)
         self.val_score = self._tally.score(self.val_bytes)
+        self.val_step = self.trainer.global_step
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["kda_lm"] = {**self.model.hyperparameters(), **self.metadata}

@@ -42,7 +42,7 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    momentum: float = 0.95  # Muon's
+    momentum: float = 0.9  # Muon's
     weight_decay: float = 0.1  # decoupled: weights shrink by lr · weight_decay a step
     grad_clip: float = 1.0  # largest norm of the whole gradient; 0: no clipping
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"

@@ -185,7 +185,7 @@ def test_evaluate_and_bf16(run: Run) -> None:
 
 def test_evaluate_from_another_directory(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text of a run that was given as a relative path is found from anywhere (F6)."""
-    summary, folder = run("trained", "data.files=corpus.txt")
+    summary, _ = run("trained", "data.files=corpus.txt")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     score = score_of(Path("../trained/checkpoints/last.ckpt"))

@@ -54,7 +54,7 @@ def test_drawn_decoding_is_recomputation() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_generates(dtype: torch.dtype) -> None:
     found = texts(lm(*PUBLISHED, dtype=dtype), [1, 2], 3, max_new_tokens=5)
-    assert found.shape == (3, 5) and found.dtype == torch.int64 and (0 <= found).all() and (found < 29).all()
+    assert found.shape == (3, 5) and found.dtype == torch.int64 and found.min() >= 0 and found.max() < 29
 
 
 def test_the_seed_decides() -> None:

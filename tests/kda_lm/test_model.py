@@ -181,6 +181,25 @@ def test_causality_of_gradients() -> None:
     assert (gradient[0, :34] != 0).any(dim=-1).all()
 
 
+@pytest.mark.parametrize("init", ["fan_in", "normal"])
+@pytest.mark.parametrize("hidden", [0, 24])
+@torch.inference_mode()
+def test_the_residual_stream_by_hand(init: str, hidden: int) -> None:
+    """x ← x + mixer(norm(x)); x ← x + mlp(norm(x)); the tied head reads norm(x); rows times √dim with fan_in."""
+    model = tiny_lm(*KINDS.values(), init=init, mlp_hidden=hidden).double()
+
+    def norm(x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    ids = tokens(2, 9)
+    x = model.embedding.weight[ids] * (4 if init == "fan_in" else 1)
+    for block in model.blocks:
+        x = x + block.mixer(norm(x))[0]  # type: ignore[operator]
+        if hidden:
+            x = x + block.mlp(norm(x))  # type: ignore[operator]
+    assert error(model(ids)[0], norm(x) @ model.embedding.weight.T) < EXACT
+
+
 # ------------------------------------------------------------------------------ packed documents
 
 
