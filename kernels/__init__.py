@@ -30,17 +30,13 @@ Errors   ValueError for wrong shapes and values, TypeError for wrong types and d
 """
 
 from kernels.checks import BACKENDS, resolve_backend
-from kernels.ops import (
-    DECAYS,
-    RULES,
-    chunk,
+from kernels.named import (
     chunk_delta_rule,
     chunk_gated_delta_rule,
     chunk_gla,
     chunk_kda,
     chunk_linear_attn,
     chunk_simple_gla,
-    fused_recurrent,
     fused_recurrent_delta_rule,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gla,
@@ -48,6 +44,7 @@ from kernels.ops import (
     fused_recurrent_linear_attn,
     fused_recurrent_simple_gla,
 )
+from kernels.ops import DECAYS, RULES, chunk, fused_recurrent
 from kernels.short_conv import short_convolution
 from kernels.softmax import softmax_attention
 

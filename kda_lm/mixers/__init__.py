@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 from kda_lm.config import read_config
 from kda_lm.errors import UserError
+from kda_lm.mixers.base import Mixer
 from kda_lm.mixers.gates import Gate
 from kda_lm.mixers.recurrent import RecurrentConfig, RecurrentMixer, RecurrentState
 from kda_lm.mixers.softmax import SoftmaxConfig, SoftmaxMixer, SoftmaxState
 
-Mixer: TypeAlias = RecurrentMixer | SoftmaxMixer
 MixerState: TypeAlias = RecurrentState | SoftmaxState
 
 __all__ = [

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from kda_lm.layers import RMSNorm, ShortConvolution
+from kda_lm.layers import RMSNorm
+from kda_lm.mixers.base import Mixer
 from kda_lm.mixers.gates import ChannelDecay, OutputGate, ScalarDecay, WriteStrength
 
 CHUNK_SIZE = 64  # the chunk length that FLOPs are counted at, as in Kimi Linear's equation 13
@@ -76,39 +77,31 @@ class RecurrentState(NamedTuple):
     conv: Tensor | None  # the convolution's last inputs, [B, width − 1, 2·H·K + HV·V]
 
 
-class RecurrentMixer(nn.Module):
+class RecurrentMixer(Mixer):
     """See the module's docstring; x [B, T, dim] → y [B, T, dim] and the state after the last token."""
 
     def __init__(self, dim: int, config: RecurrentConfig) -> None:
-        super().__init__()
+        heads, value_heads = config.num_heads, config.value_heads
+        head_k = _head_dim(dim, config.expand_k, heads, "expand_k", "num_heads")
+        head_v = _head_dim(dim, config.expand_v, value_heads, "expand_v", "num_value_heads")
+        sizes = (heads * head_k, heads * head_k, value_heads * head_v)
+        super().__init__(dim, sizes, config.conv_width, config.activation)
         self.config = config
-        self.num_heads, self.num_value_heads = config.num_heads, config.value_heads
-        self.head_k_dim = _head_dim(dim, config.expand_k, self.num_heads, "expand_k", "num_heads")
-        self.head_v_dim = _head_dim(dim, config.expand_v, self.num_value_heads, "expand_v", "num_value_heads")
-        self.key_dim, self.value_dim = (
-            self.num_heads * self.head_k_dim,
-            self.num_value_heads * self.head_v_dim,
-        )
+        self.head_k_dim, self.head_v_dim = head_k, head_v
         rank = config.gate_rank or self.head_v_dim
 
-        self.q_proj = nn.Linear(dim, self.key_dim, bias=False)
-        self.k_proj = nn.Linear(dim, self.key_dim, bias=False)
-        self.v_proj = nn.Linear(dim, self.value_dim, bias=False)
-        conv_dim = 2 * self.key_dim + self.value_dim
-        activation = None if config.activation == "none" else config.activation
-        self.conv = ShortConvolution(conv_dim, config.conv_width, activation) if config.conv_width else None
         self.decay: ScalarDecay | ChannelDecay | None = None
         if config.decay == "scalar":
-            self.decay = ScalarDecay(dim, self.num_value_heads)
+            self.decay = ScalarDecay(dim, value_heads)
         elif config.decay == "channel":
-            self.decay = ChannelDecay(dim, self.num_value_heads, self.head_k_dim, rank)
-        self.write = WriteStrength(dim, self.num_value_heads) if config.rule == "delta" else None
+            self.decay = ChannelDecay(dim, value_heads, self.head_k_dim, rank)
+        self.write = WriteStrength(dim, value_heads) if config.rule == "delta" else None
         self.output_norm = RMSNorm(self.head_v_dim) if config.output_norm else None
         self.output_gate: OutputGate | None = None
         if config.output_gate != "none":
             gate_rank = rank if config.output_gate == "low_rank" else None
-            self.output_gate = OutputGate(dim, self.value_dim, gate_rank, config.output_gate_activation)
-        self.out_proj = nn.Linear(self.value_dim, dim, bias=False)
+            self.output_gate = OutputGate(dim, sizes[2], gate_rank, config.output_gate_activation)
+        self.out_proj = nn.Linear(sizes[2], dim, bias=False)
 
     def forward(
         self,
@@ -119,17 +112,11 @@ class RecurrentMixer(nn.Module):
     ) -> tuple[Tensor, RecurrentState]:
         """`recurrent` chooses the token-by-token form (decoding) over the chunkwise one (training, prefill)."""
         config = self.config
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        conv_state = None
-        if self.conv is not None:
-            qkv, conv_state = self.conv(qkv, None if state is None else state.conv, cu_seqlens)
-        elif config.activation == "silu":
-            qkv = F.silu(qkv)
-        q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        q, k = (_feature_map(config.feature_map, z).unflatten(-1, (self.num_heads, -1)) for z in (q, k))
-        v = v.unflatten(-1, (self.num_value_heads, -1))
+        q, k, v, conv_state = self.project(x, None if state is None else state.conv, cu_seqlens)
+        q, k = (_feature_map(config.feature_map, z).unflatten(-1, (config.num_heads, -1)) for z in (q, k))
+        v = v.unflatten(-1, (config.value_heads, -1))
 
-        decay = None if self.decay is None else self.decay.timescale
+        timescale = None if self.decay is None else self.decay.timescale
         attend = kernels.fused_recurrent if recurrent else kernels.chunk
         o, memory = attend(
             q,
@@ -142,12 +129,12 @@ class RecurrentMixer(nn.Module):
             initial_state=None if state is None else state.memory,
             output_final_state=True,
             use_qk_l2norm_in_kernel=config.qk_norm == "l2",
-            use_gate_in_kernel=decay is not None,
+            use_gate_in_kernel=timescale is not None,
             use_beta_sigmoid_in_kernel=self.write is not None,
             allow_neg_eigval=config.allow_neg_eigval,
             normalize=config.normalize,
-            A_log=None if decay is None else decay.A_log,
-            dt_bias=None if decay is None else decay.dt_bias,
+            A_log=None if timescale is None else timescale.A_log,
+            dt_bias=None if timescale is None else timescale.dt_bias,
             cu_seqlens=cu_seqlens,
             backend=config.backend,
         )
@@ -159,23 +146,20 @@ class RecurrentMixer(nn.Module):
             y = self.output_gate(x, y)
         return self.out_proj(y), RecurrentState(memory, conv_state)
 
-    def flops_per_token(self, length: int) -> int:
-        """Floating-point operations a token of a forward pass, chunkwise; independent of `length`.
+    def mixing_flops_per_token(self, length: int) -> int:
+        """Chunkwise, a head: 4KV + C(K + V) additive, 6KV + C(2K + V) + C² delta; independent of `length`.
 
-        2 a parameter of every matrix and convolution, and for mixing, a head: 4KV + C(K + V) additive,
-        6KV + C(2K + V) + C² delta (Kimi Linear, equation 13, for K ≠ V; C = 64).
+        Kimi Linear's equation 13 for K ≠ V, at its C = 64.
         """
         k, v, c = self.head_k_dim, self.head_v_dim, CHUNK_SIZE
         delta = self.config.rule == "delta"
-        mixing = 6 * k * v + c * (2 * k + v) + c * c if delta else 4 * k * v + c * (k + v)
-        return 2 * sum(p.numel() for p in self.parameters() if p.dim() > 1) + self.num_value_heads * mixing
+        a_head = 6 * k * v + c * (2 * k + v) + c * c if delta else 4 * k * v + c * (k + v)
+        return self.config.value_heads * a_head
 
-    def state_bytes(self, length: int, dtype: torch.dtype) -> int:
-        """Bytes carried a sequence: the float32 memory and the convolution's inputs in `dtype`; any `length`."""
+    def memory_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """S in float32, whatever `length` and `dtype`."""
         columns = self.head_v_dim + int(self.config.normalize)
-        taps = max(self.config.conv_width - 1, 0)
-        conv = taps * (2 * self.key_dim + self.value_dim) * dtype.itemsize
-        return 4 * self.num_value_heads * self.head_k_dim * columns + conv
+        return 4 * self.config.value_heads * self.head_k_dim * columns
 
 
 def _feature_map(name: str, x: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from kda_lm.layers import RMSNorm, ShortConvolution, rotate
+from kda_lm.layers import RMSNorm, rotate
+from kda_lm.mixers.base import Mixer
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,21 @@ class SoftmaxState(NamedTuple):
     conv: Tensor | None  # the convolution's last inputs, [B, width − 1, (H + 2·HKV)·D]
 
 
-class SoftmaxMixer(nn.Module):
+class SoftmaxMixer(Mixer):
     """See the module's docstring; x [B, T, dim] → y [B, T, dim] and the state after the last token."""
 
     def __init__(self, dim: int, config: SoftmaxConfig) -> None:
-        super().__init__()
-        self.config = config
         if dim % config.num_heads:
             raise ValueError(f"dim = {dim} must be a multiple of num_heads = {config.num_heads}")
-        self.head_dim = dim // config.num_heads
-        if config.rope and self.head_dim % 2:
-            raise ValueError(f"rope needs an even head size; dim / num_heads is {self.head_dim}")
-        self.kv_dim = config.kv_heads * self.head_dim
-        self.q_proj = nn.Linear(dim, dim, bias=False)
-        self.k_proj = nn.Linear(dim, self.kv_dim, bias=False)
-        self.v_proj = nn.Linear(dim, self.kv_dim, bias=False)
-        activation = None if config.activation == "none" else config.activation
-        conv_dim = dim + 2 * self.kv_dim
-        self.conv = ShortConvolution(conv_dim, config.conv_width, activation) if config.conv_width else None
-        self.q_norm = RMSNorm(self.head_dim) if config.qk_norm == "rms" else None
-        self.k_norm = RMSNorm(self.head_dim) if config.qk_norm == "rms" else None
+        head_dim = dim // config.num_heads
+        if config.rope and head_dim % 2:
+            raise ValueError(f"rope needs an even head size; dim / num_heads is {head_dim}")
+        kv_dim = config.kv_heads * head_dim
+        super().__init__(dim, (dim, kv_dim, kv_dim), config.conv_width, config.activation)
+        self.config = config
+        self.head_dim = head_dim
+        self.q_norm = RMSNorm(head_dim) if config.qk_norm == "rms" else None
+        self.k_norm = RMSNorm(head_dim) if config.qk_norm == "rms" else None
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(
@@ -82,16 +77,10 @@ class SoftmaxMixer(nn.Module):
         cu_seqlens: Tensor | None = None,
         recurrent: bool = False,
     ) -> tuple[Tensor, SoftmaxState]:
-        """`recurrent` is accepted for the mixers' common signature: attention over a cache has one form only."""
+        """`recurrent` is there for the mixers' common signature: attention over a cache has one form only."""
         config = self.config
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        conv_state = None
-        if self.conv is not None:
-            qkv, conv_state = self.conv(qkv, None if state is None else state.conv, cu_seqlens)
-        elif config.activation == "silu":
-            qkv = F.silu(qkv)
-        sizes = [config.num_heads * self.head_dim, self.kv_dim, self.kv_dim]
-        q, k, v = (z.unflatten(-1, (-1, self.head_dim)) for z in qkv.split(sizes, dim=-1))
+        *qkv, conv_state = self.project(x, None if state is None else state.conv, cu_seqlens)
+        q, k, v = (z.unflatten(-1, (-1, self.head_dim)) for z in qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if config.rope:
@@ -102,19 +91,13 @@ class SoftmaxMixer(nn.Module):
         o = kernels.softmax_attention(q, k, v, cu_seqlens=cu_seqlens, backend=config.backend)
         return self.out_proj(o.flatten(-2)), SoftmaxState(k, v, conv_state)
 
-    def flops_per_token(self, length: int) -> int:
-        """Floating-point operations a token of a forward pass over `length` tokens, causal (half the square):
+    def mixing_flops_per_token(self, length: int) -> int:
+        """2 · length · dim for scores and values, causal: half the square."""
+        return 2 * length * self.config.num_heads * self.head_dim
 
-        2 a parameter of every matrix and convolution, and 2 · length · dim for scores and values.
-        """
-        matrices = 2 * sum(p.numel() for p in self.parameters() if p.dim() > 1)
-        return matrices + 2 * length * self.config.num_heads * self.head_dim
-
-    def state_bytes(self, length: int, dtype: torch.dtype) -> int:
-        """Bytes carried a sequence after `length` tokens: keys, values, convolution inputs, all in `dtype`."""
-        taps = max(self.config.conv_width - 1, 0)
-        conv = taps * (self.config.num_heads * self.head_dim + 2 * self.kv_dim)
-        return (2 * length * self.kv_dim + conv) * dtype.itemsize
+    def memory_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Keys and values of `length` tokens."""
+        return 2 * length * self.config.kv_heads * self.head_dim * dtype.itemsize
 
 
 def _positions(length: int, offset: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:

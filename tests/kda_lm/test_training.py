@@ -225,7 +225,7 @@ COLUMNS = {"step", "train/loss", "train/grad_norm", "train/lr", "train/tokens", 
 def test_every_count_is_of_optimizer_steps(run: Run, saves: list[tuple[str, int]], micro: str) -> None:
     """Four micro-batches a step change nothing in rows, validations, checkpoints and learning rates (D9, D12)."""
     summary, folder = run(
-        "counts", f"trainer.micro_batch_size={micro}", "trainer.max_steps=11", "trainer.log_every=3",
+        "counts", "optim.lr=4e-3", f"trainer.micro_batch_size={micro}", "trainer.max_steps=11", "trainer.log_every=3",
         "trainer.val_every=4", "trainer.save_every=5",
     )  # fmt: skip
     table = rows(folder)
@@ -287,7 +287,7 @@ def test_the_run_folder(run: Run, corpus: Path) -> None:
     assert (folder / "samples" / "final.txt").read_text().startswith("the")
     model = open_checkpoint(folder / "checkpoints" / "last.ckpt", CPU).model
     assert summary["parameters"] == model.num_parameters()
-    assert summary["flops_per_token"] == model.flops_per_token(16) and summary["seq_len"] == 16
+    assert summary["forward_flops_per_token"] == model.flops_per_token(16) and summary["seq_len"] == 16
     assert summary["state_bytes"] == model.state_bytes(16)
 
 

@@ -1,0 +1,64 @@
+"""What all mixers share: projections to q, k, v with an optional short convolution, and the account of their cost."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kda_lm.layers import ShortConvolution
+
+
+class Projected(NamedTuple):
+    """A mixer's inputs, heads not yet split off: [B, T, heads · channels] each."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    conv_state: Tensor | None  # the convolution's last inputs, [B, width − 1, channels of q, k and v together]
+
+
+class Mixer(nn.Module):
+    """q, k, v = act(conv(W x)); subclasses mix tokens with them.
+
+    `sizes` are the channels of q, k and v over all heads, `conv_width` the convolution's taps (0: none), `activation`
+    is "silu" or "none".
+    """
+
+    config: Any  # the subclass's dataclass of options; has `backend`
+
+    def __init__(self, dim: int, sizes: tuple[int, int, int], conv_width: int, activation: str) -> None:
+        super().__init__()
+        self.sizes, self.conv_width, self.activation = sizes, conv_width, activation
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(dim, size, bias=False) for size in sizes)
+        fused = None if activation == "none" else activation
+        self.conv = ShortConvolution(sum(sizes), conv_width, fused) if conv_width else None
+
+    def project(self, x: Tensor, conv_state: Tensor | None, cu_seqlens: Tensor | None) -> Projected:
+        """x [B, T, dim] → q, k, v; `conv_state` continues an earlier call's."""
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        if self.conv is not None:
+            qkv, conv_state = self.conv(qkv, conv_state, cu_seqlens)
+        elif self.activation == "silu":
+            qkv = F.silu(qkv)
+        q, k, v = qkv.split(list(self.sizes), dim=-1)
+        return Projected(q, k, v, conv_state)
+
+    def flops_per_token(self, length: int) -> int:
+        """Floating-point operations a token of a forward pass over `length` tokens: 2 a weight of every matrix and
+        convolution, and what mixing takes.
+        """
+        weights = sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1)
+        return 2 * weights + self.mixing_flops_per_token(length)
+
+    def mixing_flops_per_token(self, length: int) -> int:
+        raise NotImplementedError
+
+    def state_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Bytes that decoding a sequence carries after `length` tokens, activations and caches in `dtype`."""
+        taps = max(self.conv_width - 1, 0)
+        return taps * sum(self.sizes) * dtype.itemsize + self.memory_bytes(length, dtype)
+
+    def memory_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Those of the memory of earlier tokens, without the convolution's."""
+        raise NotImplementedError

@@ -1,0 +1,48 @@
+"""Training, evaluation and decoding on a GPU: skipped, visibly, without one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import PUBLISHED, compose_config, error, small_options, tiny_lm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+DECODING_ERROR = 1e-5  # float32 on both sides, sums in another order
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_training_on_the_gpu(
+    kind: str, run: Callable[..., tuple[dict[str, Any], Path]], resume: Callable[..., dict[str, Any]]
+) -> None:
+    """`auto` trains in bf16 on the GPU; sampling and evaluation agree with the CPU; a resumed run goes on."""
+    from scripts.evaluate import run as evaluate
+
+    options = [f"model.pattern=[{kind}]", "trainer.accelerator=auto", f"mixers.{kind}.num_heads=2"]
+    summary, folder = run("gpu", *options)
+    assert summary["device"] == torch.cuda.get_device_name()
+    ckpt = f"ckpt={folder / 'checkpoints' / 'last.ckpt'}"
+    same = evaluate(compose_config("evaluate", ckpt))
+    assert same.loss == pytest.approx(summary["val/loss"], rel=1e-4)
+    for device in ("cpu", "gpu"):
+        exact = evaluate(compose_config("evaluate", ckpt, f"accelerator={device}", "precision=32-true"))
+        assert exact.loss == pytest.approx(summary["val/loss"], rel=2e-2)
+    assert resume("gpu", "trainer.max_steps=12")["steps"] == 12
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_decoding_on_the_gpu(kind: str) -> None:
+    """Prefill and steps give the logits of the whole sequence, in float32."""
+    model = tiny_lm(small_options(kind), dim=32, layers=2).cuda()
+    tokens = torch.randint(0, model.config.vocab_size, (3, 40), device="cuda")
+    with torch.inference_mode():
+        whole, _ = model(tokens)
+        logits, state = model.prefill(tokens[:, :25])
+        for t in range(25, 40):
+            assert error(logits, whole[:, t - 1]) < DECODING_ERROR
+            logits, state = model.step(tokens[:, t], state)
