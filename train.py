@@ -15,16 +15,15 @@ from lightning.pytorch.loggers.logger import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from data import DataConfig, DataModule
-from kda_lm.checkpoint import check_same_model
+from kda_lm.checkpoint import check_resumable
 from kda_lm.cli import one_line_errors, quiet_libraries
 from kda_lm.config import plain, read_config
 from kda_lm.device import resolve_device, resolve_precision
-from kda_lm.generation import SamplingConfig
 from kda_lm.model import LM, LMConfig
-from kda_lm.runs import CONFIGS, create_run_folder, identity, is_first_process, launch_dir, resume_config
+from kda_lm.runs import CONFIGS, absolute_paths, create_run_folder, identity, is_first_process, resume_config
 from kda_lm.training.callbacks import Monitor, ProgressLine, Samples
 from kda_lm.training.checkpoint import AtomicCheckpointIO, SaveCheckpoints
-from kda_lm.training.config import TrainerConfig
+from kda_lm.training.config import RunConfig, SamplesConfig, TrainerConfig
 from kda_lm.training.loggers import open_loggers
 from kda_lm.training.module import TrainingModule
 from kda_lm.training.optim import OptimConfig
@@ -37,54 +36,58 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if config.resume is not None:
         config, folder = resume_config(config, overrides)
     options = plain(config)
+    groups = ("model", "mixers", "data", "optim", "trainer", "samples")
+    run = read_config(RunConfig, {name: value for name, value in options.items() if name not in groups}, "train")
     trainer_config = read_config(TrainerConfig, options["trainer"], "trainer")
     optim = read_config(OptimConfig, options["optim"], "optim")
-    prompts = options["samples"].pop("prompts")
-    sampling = read_config(SamplingConfig, options["samples"], "samples")
+    sampling = read_config(SamplesConfig, options["samples"], "samples")
+    options["data"] = absolute_paths(options["data"])
 
-    lightning.seed_everything(config.seed, verbose=False)
+    lightning.seed_everything(run.seed, verbose=False)
     data = DataModule(
         read_config(DataConfig, options["data"], "data"),
         batch_size=trainer_config.batch_size,
         micro_batch_size=trainer_config.micro_batch_size,
         max_steps=trainer_config.max_steps,
-        seed=config.seed,
-        base_dir=launch_dir(),
+        seed=run.seed,
     ).prepare()
     model_options = {**options["model"], "vocab_size": data.vocab_size}
     model = LM(read_config(LMConfig, model_options, "model"), options["mixers"])
+    model.backends(resolve_device(trainer_config.accelerator))
     metadata = {
         "tokenizer": data.tokenizer.json,
         "eot_token": data.tokenizer.eot_token,
         "data": options["data"],
+        "text": [data.train.manifest.key, data.val.manifest.key],
+        "optimizer": optim.optimizer,
     }
     module = TrainingModule(model, optim, trainer_config.max_steps, metadata, data.val_bytes)
 
-    checkpoint = None
+    checkpoint, resumed_step = None, 0
     if folder is not None:
         checkpoint = folder / "checkpoints" / "last.ckpt"
-        check_same_model(checkpoint, model, metadata["tokenizer"])
+        resumed_step = check_resumable(checkpoint, {**model.hyperparameters(), **metadata})
     else:
-        folder = create_run_folder(config.run_dir, config.name)
+        folder = create_run_folder(run.run_dir, run.name)
+    about = identity(folder)
     if is_first_process():
         (folder / "tokenizer.json").write_text(data.tokenizer.json, encoding="utf-8")
-        OmegaConf.save(config, folder / "config.yaml", resolve=True)
+        OmegaConf.save(options, folder / "config.yaml")
         describe(model, trainer_config, data, folder)
-    run = identity(folder)
 
-    samples = Samples(data.tokenizer, prompts, sampling, folder / "samples")
+    samples = Samples(data.tokenizer, sampling, folder / "samples")
     monitor = Monitor(trainer_config.log_every, trainer_config.batch_size * data.config.seq_len, data.config.seq_len)
-    project = config.wandb_project if config.wandb else None
-    with open_loggers(folder, project, run["id"], options) as (loggers, log_summary):
+    project = run.wandb_project if run.wandb else None
+    with open_loggers(folder, project, about["id"], options, resumed_step) as (loggers, log_summary):
         trainer = build_trainer(trainer_config, folder, loggers, samples, monitor)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        if module.val_step != trainer.global_step:
+        if module.val_score is None:  # there was nothing left to train
             trainer.validate(module, datamodule=data, verbose=False)
         if not trainer.is_global_zero:
             return {}
         samples.show(module)
         tokens = trainer.global_step * monitor.tokens_per_step
-        outcome = Outcome(module, data, trainer.global_step, tokens, monitor.tokens_per_second, run["revision"])
+        outcome = Outcome(module, data, trainer.global_step, tokens, monitor.tokens_per_second, about["revision"])
         summary = summarise(outcome, folder)
         log_summary(summary)
     return summary
@@ -95,21 +98,19 @@ def build_trainer(
 ) -> lightning.Trainer:
     """A Lightning Trainer for one run of one epoch: a batch is an optimizer step, so all its counts are steps."""
     device = resolve_device(config.accelerator)
-    callbacks: list[Callback] = [
-        samples,
-        monitor,
-        ProgressLine(monitor),
-        SaveCheckpoints(folder / "checkpoints", config.save_every, config.val_every, config.max_steps),
-    ]
+    save = SaveCheckpoints(folder / "checkpoints", config.save_every, config.val_every, config.max_steps)
+    callbacks: list[Callback] = [samples, monitor, ProgressLine(monitor), save]
     if config.ema_decay is not None:
-        callbacks.insert(0, EMAWeightAveraging(decay=config.ema_decay))
+        # After the samples: they are drawn from the averaged weights, before these leave the model again.
+        callbacks.insert(1, EMAWeightAveraging(decay=config.ema_decay))
     return lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=config.devices,
         precision=resolve_precision(config.precision, device),
         max_epochs=1,
+        min_epochs=0,
         max_steps=config.max_steps,
-        val_check_interval=config.val_every,
+        val_check_interval=min(config.val_every, config.max_steps),
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=1,  # of what Lightning logs by itself, which is nothing

@@ -4,7 +4,7 @@ A checkpoint is one of Lightning's, of plain values and tensors only (it loads w
 "kda_lm" holds the model's options, the tokenizer and the data options, so that the file is enough by itself.
 """
 
-import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {path} does not exist{_suggestion(path)}")
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, OSError):
+    except Exception:  # what a damaged file makes torch raise is any of a dozen
         raise UserError(f"checkpoint {path} is damaged or no checkpoint: it cannot be read") from None
-    if not isinstance(contents, dict) or "kda_lm" not in contents:
+    if not isinstance(contents, dict) or not isinstance(contents.get("kda_lm"), dict):
         raise UserError(f"checkpoint {path} was not written by this project's train.py")
     return contents
 
@@ -49,8 +49,12 @@ def open_checkpoint(path: Path, device: torch.device, tokenizer_file: Path | Non
     """
     contents = read_checkpoint(path)
     about = contents["kda_lm"]
-    model = LM.from_hyperparameters(about)
-    model.load_state_dict({name.removeprefix("model."): value for name, value in contents["state_dict"].items()})
+    weights = {name.removeprefix("model."): value for name, value in contents["state_dict"].items()}
+    try:
+        model = LM.from_hyperparameters(about)
+        model.load_state_dict(weights)
+    except (KeyError, RuntimeError):
+        raise UserError(f"checkpoint {path} does not fit the model that it describes") from None
     try:
         tokenizer = (
             Tokenizer(about["tokenizer"], about["eot_token"])
@@ -67,16 +71,20 @@ def open_checkpoint(path: Path, device: torch.device, tokenizer_file: Path | Non
     return Checkpoint(model.eval().to(device), tokenizer, about["data"], contents["global_step"])
 
 
-def check_same_model(path: Path, model: LM, tokenizer: str) -> None:
-    """Raise UserError unless the checkpoint at `path` is one of this very model and this tokenizer.json."""
-    saved = read_checkpoint(path)["kda_lm"]
-    now = {**model.hyperparameters(), "tokenizer": tokenizer}
-    for name in ("tokenizer", "model", "mixers"):
-        if saved[name] != now[name]:
+def check_resumable(path: Path, now: Mapping[str, Any]) -> int:
+    """The finished steps of the checkpoint at `path`, whose run is to go on with what `now` says of it.
+
+    Raises UserError: see read_checkpoint; another model, tokenizer, text or optimizer than the run had.
+    """
+    contents = read_checkpoint(path)
+    for name in ("tokenizer", "model", "mixers", "text", "optimizer"):
+        if contents["kda_lm"].get(name) != now[name]:
             raise UserError(
-                f"cannot resume from {path}: its {name} differs from the configured one; a resumed run keeps its "
-                "model, its tokenizer and its text"
+                f"cannot resume from {path}: its {name} differs from what is configured now; a resumed run keeps its "
+                "model, tokenizer, text and optimizer"
             )
+    step: int = contents["global_step"]
+    return step
 
 
 def _suggestion(path: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from data import DataError
 from kda_lm.errors import UserError
@@ -22,7 +23,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (UserError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", str(error).replace("\n", " "), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -55,7 +56,7 @@ def required_path(option: str, value: str | None) -> Path:
 def print_table(title: str, rows: dict[str, str]) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # as it is: a path may look like markup
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)  # a log has no right edge

@@ -1,6 +1,7 @@
 """Typed options from plain mappings: a dataclass states what an option may be, and this module says so to the user."""
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ def read_config(cls: type[T], options: Mapping[str, Any], where: str) -> T:
     wrong type, a choice that does not exist (the choices are listed), or what `__post_init__` objects to.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    if not isinstance(options, Mapping):
+        raise UserError(f"{where} is {options!r}; it takes the options {', '.join(fields)}")
     for name in options:
         if name not in fields:
             raise UserError(f"{where}: unknown option '{name}'; options are {', '.join(fields)}")
@@ -72,7 +75,7 @@ def _matches(hint: Any, value: Any) -> bool:
         item = typing.get_args(hint)[0]
         return isinstance(value, Sequence) and not isinstance(value, str) and all(_matches(item, v) for v in value)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -85,5 +88,5 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return f"a list of {_describe(typing.get_args(hint)[0])}"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
     return names.get(hint, str(hint))

@@ -67,7 +67,7 @@ class Tally:
     def score(self, num_bytes: int | None = None) -> Score:
         nll, targets = self.sums.tolist() if self.sums is not None else (0.0, 0.0)
         loss = nll / targets if targets else math.nan
-        perplexity = math.exp(loss) if loss < 700 else math.inf
+        perplexity = math.inf if loss > 700 else math.exp(loss)
         return Score(loss, perplexity, nll / math.log(2) / num_bytes if num_bytes else None, int(targets))
 
 

@@ -59,10 +59,11 @@ def draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator) -> 
     """
     if config.temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits.float().cpu() / config.temperature
+    logits = logits.float().cpu()
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / config.temperature  # ≤ 0: no temperature overflows
     if config.top_k is not None and config.top_k < logits.shape[-1]:
-        smallest_kept = logits.topk(config.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
+        values, order = logits.topk(config.top_k, dim=-1)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, order, values)
     if config.top_p < 1:
         values, order = logits.sort(dim=-1, descending=True)
         probabilities = values.softmax(dim=-1)

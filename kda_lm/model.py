@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kernels
 from kda_lm.config import read_config
 from kda_lm.errors import UserError
 from kda_lm.layers import RMSNorm, SwiGLU
@@ -126,6 +127,16 @@ class LM(nn.Module):
         """The mixer of every layer, from the bottom."""
         return [cast(Block, block).mixer for block in self.blocks]
 
+    def backends(self, device: torch.device) -> list[str]:
+        """The kernel implementations that the layers use on `device`.
+
+        Raises UserError: one that is not to be had there.
+        """
+        try:
+            return sorted({kernels.resolve_backend(mixer.config.backend, device) for mixer in self.layers()})
+        except ValueError as error:
+            raise UserError(f"mixers: {error}") from None
+
     def hyperparameters(self) -> dict[str, Any]:
         """Plain values from which `LM.from_hyperparameters` builds the same model."""
         model = asdict(self.config)
@@ -142,7 +153,8 @@ class LM(nn.Module):
         """tokens [B, T] → the normalised residual stream [B, T, dim] and every layer's state after the last token.
 
         With `cu_seqlens` [N + 1], boundaries over the B·T flattened tokens, no layer carries anything across a
-        boundary, and the states are those of the N sequences.
+        boundary. The states are then of the N sequences in the recurrent layers, but keys and values in one row in
+        softmax layers: they are not for going on with.
         """
         batch, length = tokens.shape
         if cu_seqlens is not None:

@@ -20,7 +20,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from yaml import YAMLError
 
 from kda_lm.errors import UserError
 
@@ -46,24 +47,35 @@ def from_launch_dir(path: str) -> Path:
     return launch_dir() / Path(path).expanduser()
 
 
+def absolute_paths(data: dict[str, Any]) -> dict[str, Any]:
+    """The data options with their paths made absolute, so that a run can be resumed and scored from anywhere."""
+    paths = ("files", "val_files", "tokenizer_file", "cache_dir")
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [absolute(item) for item in value]
+        return str(from_launch_dir(value)) if isinstance(value, str) and value else value
+
+    return {name: absolute(value) if name in paths else value for name, value in data.items()}
+
+
 def create_run_folder(run_dir: str | None, name: str) -> Path:
     """A new folder: `run_dir`, or runs/<time>_<name>, numbered if runs start within one second.
 
-    Raises UserError: `run_dir` exists and is not empty, or the folder can't be made.
+    Raises UserError: `run_dir` exists, or the folder can't be made.
     """
     if not is_first_process():
         return Path(os.environ[RUN_DIR_VARIABLE])
     try:
         if run_dir is not None:
             folder = from_launch_dir(run_dir)
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise UserError(
-                    f"run_dir {folder} exists and is not empty; choose another, or continue that run with "
-                    f"resume={run_dir}"
-                )
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True)
         else:
             folder = _new_folder(launch_dir() / "runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name}")
+    except FileExistsError:
+        raise UserError(
+            f"run_dir {run_dir} exists already; choose another, or continue that run with resume={run_dir}"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot make the run folder: {error}") from None
     os.environ[RUN_DIR_VARIABLE] = str(folder)
@@ -74,8 +86,13 @@ def identity(folder: Path) -> dict[str, str]:
     """What run.json says; written when the run is new, so that a resumed run keeps its id."""
     path = folder / "run.json"
     if path.is_file():
-        values: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-        return values
+        try:
+            values: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+            if {"id", "revision"} <= values.keys():
+                return values
+        except (OSError, ValueError, AttributeError):
+            pass
+        raise UserError(f"{path} is damaged; delete it to go on under a new id in wandb")
     started = datetime.now().astimezone().isoformat(timespec="seconds")
     values = {"id": secrets.token_hex(4), "started": started, "revision": git_revision()}
     write_json(path, values)
@@ -110,7 +127,12 @@ def git_revision() -> str:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    """Raises UserError if `path` can't be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def resume_config(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, Path]:
@@ -123,8 +145,13 @@ def resume_config(config: DictConfig, overrides: Sequence[str]) -> tuple[DictCon
     path = folder / "config.yaml"
     if not path.is_file():
         raise UserError(f"resume={config.resume}: {folder} is not a run folder (it has no config.yaml)")
-    resumed = OmegaConf.load(path)
-    assert isinstance(resumed, DictConfig)
+    resumed: DictConfig | ListConfig | None
+    try:
+        resumed = OmegaConf.load(path)
+    except (OSError, YAMLError):
+        resumed = None
+    if not isinstance(resumed, DictConfig) or not resumed:
+        raise UserError(f"resume={config.resume}: {path} is damaged")
     unknown = object()
     for override in overrides:
         name = override.partition("=")[0]

@@ -1,7 +1,8 @@
 """The recurrence for any rule and decay, in two forms: `chunk` and `fused_recurrent`.
 
-Everything that is not the recurrence itself happens here, once for both and for the names over them: checks, query and key norm, gate, write strength, normaliser, choice of
-the implementation. The package docstring has the equation and the conventions.
+Everything that is not the recurrence itself happens here, once for both and for the names over them: checks, query and
+key norm, gate, write strength, normaliser, choice of the implementation. The package docstring has the equation and
+the conventions.
 """
 
 from collections.abc import Callable

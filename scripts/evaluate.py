@@ -11,7 +11,7 @@ from kda_lm.cli import one_line_errors, print_table, quiet_libraries, required_p
 from kda_lm.config import plain, read_config
 from kda_lm.device import arithmetic, resolve_device
 from kda_lm.evaluation import EvaluationConfig, Score, evaluate
-from kda_lm.runs import CONFIGS, from_launch_dir, launch_dir, write_json
+from kda_lm.runs import CONFIGS, absolute_paths, from_launch_dir, write_json
 
 
 def run(options: DictConfig) -> Score:
@@ -22,9 +22,11 @@ def run(options: DictConfig) -> Score:
     tokenizer = None if config.tokenizer is None else from_launch_dir(config.tokenizer)
     checkpoint = open_checkpoint(path, device, tokenizer)
 
+    checkpoint.model.backends(device)
     data_options = {**checkpoint.data, "val_batch_size": config.batch_size, "max_val_windows": None}
     if config.text is not None:
-        data_options.update(corpus="text", files=config.text, val_files=config.text, text_key=config.text_key)
+        text = absolute_paths({"files": config.text})["files"]
+        data_options.update(corpus="text", files=text, val_files=text, text_key=config.text_key)
     if config.seq_len is not None:
         data_options["seq_len"] = config.seq_len
     data = DataModule(
@@ -33,7 +35,6 @@ def run(options: DictConfig) -> Score:
         micro_batch_size=None,
         max_steps=1,
         seed=0,
-        base_dir=launch_dir(),
         tokenizer=checkpoint.tokenizer,
     )
     with arithmetic(config.precision, device):

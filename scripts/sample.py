@@ -1,6 +1,6 @@
 """Continue a text with a checkpoint. `--help` shows the options (configs/sample.yaml)."""
 
-import re
+import os
 import sys
 from dataclasses import fields
 
@@ -14,6 +14,8 @@ from kda_lm.device import arithmetic, resolve_device
 from kda_lm.generation import SampleConfig, SamplingConfig, generate
 from kda_lm.runs import CONFIGS, from_launch_dir
 
+PROMPT_VARIABLE = "KDA_LM_PROMPT"
+
 
 def run(options: DictConfig) -> list[str]:
     """Sample as configs/sample.yaml says, print the texts, the first while it is drawn, and return them all."""
@@ -24,6 +26,7 @@ def run(options: DictConfig) -> list[str]:
     device = resolve_device(config.accelerator)
     tokenizer_file = None if config.tokenizer is None else from_launch_dir(config.tokenizer)
     checkpoint = open_checkpoint(required_path("ckpt", config.ckpt), device, tokenizer_file)
+    checkpoint.model.backends(device)
     tokenizer = checkpoint.tokenizer
 
     # Every document starts with the end-of-text token, and so does what the model continues.
@@ -51,15 +54,14 @@ def show(text: str) -> None:
 
 
 def plain_prompt(arguments: list[str]) -> list[str]:
-    """Quote `prompt=…` for Hydra, whose grammar would otherwise read the commas and colons of a sentence."""
-    return [_quoted(argument) if argument.startswith("prompt=") else argument for argument in arguments]
+    """Hand `prompt=…` round Hydra, whose grammar would read the commas, quotes and dollars of a sentence."""
+    return [_through_environment(argument) if argument.startswith("prompt=") else argument for argument in arguments]
 
 
-def _quoted(argument: str) -> str:
+def _through_environment(argument: str) -> str:
     name, _, text = argument.partition("=")
-    text = text.replace("${", "\\${")  # no interpolation
-    text = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
-    return f"{name}='{text}'"
+    os.environ[PROMPT_VARIABLE] = text
+    return f"{name}=${{oc.env:{PROMPT_VARIABLE}}}"
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="sample")

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
 from support import TINY, compose_config
+
+CORPUS = "the state of the union is strong and we must keep it so for all people of every county"
 
 torch.set_num_threads(1)  # small tensors, and several tests at once
 
@@ -18,12 +21,13 @@ def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("KDA_LM_RUN_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
+    HydraConfig.instance().cfg = None  # a command line that another test ran: its directory is not ours
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """A text file of 60 short paragraphs that a model can learn something from."""
-    words = "the state of the union is strong and we must keep it so for all people of every county".split()
+    words = CORPUS.split()
     paragraphs = [" ".join(words[(i * j) % len(words)] for j in range(1, 30)) + "." for i in range(1, 61)]
     path = tmp_path / "corpus.txt"
     path.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")

@@ -344,7 +344,7 @@ def test_sample_options(refused: Refuse, ckpt: Path, words: str, said: str) -> N
         ("text=latin.txt", "UTF-8"),
         ("seq_len=0", "seq_len 0"),
         ("batch_size=0", "batch_size 0"),
-        ("json=none/result.json", "none/result.json"),
+        ("json=latin.txt/result.json", "latin.txt/result.json"),
         ("+windows=3", "'windows'"),
     ],
 )

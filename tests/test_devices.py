@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from support import ROOT, TINY
 
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from support import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
-    line.split("  #")[0].strip() for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()
+    line.split("  #")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+    for line in block.splitlines()
 ]
 SMALL = [
     "model.dim=16",

@@ -35,6 +35,8 @@ def build_mixer(dim: int, options: Mapping[str, Any], where: str) -> Mixer:
 
     Raises UserError, starting with `where`, for an unknown class, option or choice, and for sizes that don't divide.
     """
+    if not isinstance(options, Mapping):
+        raise UserError(f"{where} is {options!r}; it takes options, as the files in configs/mixer show")
     rest = {name: value for name, value in options.items() if name != "mixer"}
     kind = options.get("mixer")
     try:

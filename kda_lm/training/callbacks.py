@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data import Tokenizer
-from kda_lm.generation import SamplingConfig, generate
+from kda_lm.generation import generate
+from kda_lm.training.config import SamplesConfig
 from kda_lm.training.module import TrainingModule
 
 
@@ -132,12 +133,13 @@ class ProgressLine(Callback):
 
 
 class Samples(Callback):
-    """At every validation, continues `prompts` and keeps the texts in `folder`/step_N.txt and in wandb."""
+    """At every validation, continues the prompts and keeps the texts in `folder`/step_N.txt and in wandb."""
 
-    def __init__(self, tokenizer: Tokenizer, prompts: list[str], config: SamplingConfig, folder: Path) -> None:
-        self.tokenizer, self.prompts, self.config, self.folder = tokenizer, prompts, config, folder
+    def __init__(self, tokenizer: Tokenizer, config: SamplesConfig, folder: Path) -> None:
+        self.tokenizer, self.config, self.folder = tokenizer, config, folder
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        # Not on_validation_end: by then weight averaging has put the plain weights back.
         if trainer.state.fn != "fit" or not trainer.is_global_zero:
             return
         assert isinstance(pl_module, TrainingModule)
@@ -159,7 +161,7 @@ class Samples(Callback):
         module.eval()
         stop = self.tokenizer.eot_id
         texts = []
-        for prompt in self.prompts:
+        for prompt in self.config.prompts:
             ids = [stop, *self.tokenizer.encode(prompt).tolist()]
             with module.trainer.precision_plugin.forward_context():
                 drawn = [int(token) for token in generate(module.model, ids, 1, self.config, stop_id=stop)]
@@ -182,7 +184,7 @@ def peak_flops(device: torch.device, bf16: bool) -> float:
             known = None
         if known is not None:
             return float(known)
-    size = 4096 if device.type == "cuda" else 1024
+    size = 4096 if device.type == "cuda" else 512
     a = torch.randn(size, size, device=device).to(dtype)
     seconds = float("inf")
     for _ in range(5):

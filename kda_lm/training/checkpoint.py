@@ -4,6 +4,7 @@ What is in one, and reading it: kda_lm/checkpoint.py.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-        except OSError as error:
-            raise UserError(f"cannot write the checkpoint {path}: {error.strerror or error}") from None
+        except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
+            reason = error.strerror if isinstance(error, OSError) else "the disk may be full"
+            raise UserError(f"cannot write the checkpoint {path}: {reason}; the one before it is whole") from None
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
 
 
 class SaveCheckpoints(Checkpoint):
     """`last.ckpt` every `every` steps and at the end of the run; `best.ckpt` whenever the validation loss improves.
 
-    Where a save and a validation fall on one step, the save waits for the validation, so that a resumed run does
-    neither twice.
+    The last step is validated, too, whatever `val_every` is. Where a save and a validation fall on one step, the save
+    waits for the validation, so that a resumed run does neither twice.
     """
 
     def __init__(self, folder: Path, every: int, val_every: int, max_steps: int) -> None:
@@ -48,7 +51,10 @@ class SaveCheckpoints(Checkpoint):
         self.best_loss = float("inf")
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any) -> None:
-        if self._due(trainer.global_step) and not self._validates(trainer.global_step):
+        step = trainer.global_step
+        if step == self.max_steps:
+            trainer.should_stop = True  # the one thing that has Lightning validate out of turn
+        elif step % self.every == 0 and step % self.val_every:
             trainer.save_checkpoint(self.folder / "last.ckpt")
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -58,14 +64,8 @@ class SaveCheckpoints(Checkpoint):
         if pl_module.val_score.loss < self.best_loss:
             self.best_loss = pl_module.val_score.loss
             trainer.save_checkpoint(self.folder / "best.ckpt")
-        if self._due(trainer.global_step):
+        if trainer.global_step % self.every == 0 or trainer.global_step == self.max_steps:
             trainer.save_checkpoint(self.folder / "last.ckpt")
-
-    def _due(self, step: int) -> bool:
-        return step % self.every == 0 or step == self.max_steps
-
-    def _validates(self, step: int) -> bool:
-        return step % self.val_every == 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_loss": self.best_loss}

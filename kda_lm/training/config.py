@@ -1,8 +1,35 @@
-"""Options of the trainer: how long, how much at once, on what, and how often to look."""
+"""Options of a run and of its trainer: name, samples, how long, how much at once, on what, how often to look."""
 
+import re
 from dataclasses import dataclass
 
 from kda_lm.device import Accelerator, Precision, resolve_device
+from kda_lm.generation import SamplingConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The options of configs/train.yaml that belong to no group."""
+
+    name: str
+    seed: int = 0
+    run_dir: str | None = None
+    resume: str | None = None
+    wandb: bool = True
+    wandb_project: str = "kda_lm"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(f"name is {self.name!r}; it takes letters, digits, and . _ - (it names the run folder)")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; it takes 0 to 4294967295")
+
+
+@dataclass(frozen=True)
+class SamplesConfig(SamplingConfig):
+    """What is sampled at every validation and at the end."""
+
+    prompts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

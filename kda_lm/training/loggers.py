@@ -25,14 +25,15 @@ WANDB_INIT_TIMEOUT = 15  # seconds that a logged-in user's run may wait for the 
 class CSVMetrics(Logger):
     """One row a step in `path`, a column a metric, empty where a step has no value.
 
-    A resumed run goes on in the same file: the rows of steps that are run again are dropped first.
+    A resumed run goes on in the same file: the rows after `resumed_step`, whose steps are run again, are dropped.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
         super().__init__()
         self.path = path
         self._rows: list[dict[str, Any]] = []
         self._columns = ["step"]
+        self._resumed_step = resumed_step
         self._started = False
 
     @property
@@ -51,7 +52,7 @@ class CSVMetrics(Logger):
         assert step is not None
         if not self._started:
             self._started = True
-            self._read(step)
+            self._read()
         if self._rows and self._rows[-1]["step"] == step:
             self._rows[-1].update(metrics)
             rewrite = True
@@ -66,12 +67,14 @@ class CSVMetrics(Logger):
             with self.path.open("a", newline="") as file:
                 csv.DictWriter(file, self._columns).writerow(self._rows[-1])
 
-    def _read(self, first_step: int) -> None:
-        """Earlier rows of a run that is resumed, up to `first_step`."""
+    def _read(self) -> None:
+        """Earlier rows of a run that is resumed."""
         if self.path.is_file():
             with self.path.open(newline="") as file:
                 reader = csv.DictReader(file)
-                self._rows = [{**row, "step": int(row["step"])} for row in reader if int(row["step"]) < first_step]
+                self._rows = [
+                    {**row, "step": int(row["step"])} for row in reader if int(row["step"]) <= self._resumed_step
+                ]
                 self._columns = list(reader.fieldnames or ["step"])
             self._write_all()
 
@@ -86,13 +89,13 @@ class CSVMetrics(Logger):
 
 @contextmanager
 def open_loggers(
-    folder: Path, project: str | None, run_id: str, config: dict[str, Any]
+    folder: Path, project: str | None, run_id: str, config: dict[str, Any], resumed_step: int
 ) -> Iterator[tuple[list[Logger], Callable[[dict[str, Any]], None]]]:
     """The loggers of the run in `folder`, and a function that takes its summary; wandb's run ends with the block.
 
     `project` None is without wandb.
     """
-    loggers: list[Logger] = [CSVMetrics(folder / "metrics.csv")]
+    loggers: list[Logger] = [CSVMetrics(folder / "metrics.csv", resumed_step)]
     if project is None or not is_first_process():
         yield loggers, lambda summary: None
         return
@@ -118,8 +121,9 @@ def _wandb_run(project: str, folder: Path, run_id: str, config: dict[str, Any]) 
     options: dict[str, Any] = {"project": project, "name": folder.name, "id": run_id, "dir": folder, "config": config}
     try:
         return wandb.init(**options, mode=mode, resume="allow", settings=settings)
-    except wandb.errors.CommError:
+    except wandb.errors.Error:
         print("wandb: the server does not answer; logging offline (`wandb sync` uploads it later)", flush=True)
+        wandb.teardown()  # the attempt still holds the run's id
         return wandb.init(**options, mode="offline", settings=settings)
 
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kda_lm.errors import UserError
 from kda_lm.evaluation import Score, Tally
 from kda_lm.model import LM
-from kda_lm.training.optim import OptimConfig, build_optimizer, build_schedule
+from kda_lm.training.optim import OptimConfig, build_optimizer, build_schedule, lr_factor
 
 MicroBatch = dict[str, Tensor]
 
@@ -47,7 +47,6 @@ class TrainingModule(lightning.LightningModule):
         self.metadata = metadata
         self.val_bytes = val_bytes
         self.val_score: Score | None = None  # the latest validation's
-        self.val_step: int | None = None  # the optimizer steps before it
         self._tally = Tally()
         self._saved_rng: dict[str, Any] | None = None
 
@@ -81,7 +80,7 @@ class TrainingModule(lightning.LightningModule):
                     f"step {step}: the {what} is {value}; stopped before the update, checkpoints hold earlier steps "
                     "only (a lower optim.lr or a longer optim.warmup_steps may help)"
                 )
-        lr = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+        lr = self.optim.lr * lr_factor(self.optim, self.max_steps, step - 1)
         optimizer.step()  # type: ignore[union-attr]
         optimizer.zero_grad()  # type: ignore[union-attr]
         schedule.step()  # type: ignore[union-attr]
@@ -97,7 +96,6 @@ class TrainingModule(lightning.LightningModule):
         if self._tally.sums is not None:
             self._tally.sums = self._sum_over_ranks(self._tally.sums)
         self.val_score = self._tally.score(self.val_bytes)
-        self.val_step = self.trainer.global_step
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["kda_lm"] = {**self.model.hyperparameters(), **self.metadata}

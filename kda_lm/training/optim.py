@@ -56,7 +56,7 @@ class OptimConfig:
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it takes 0 up to, not including, 1")
-        for name in ("weight_decay", "grad_clip", "warmup_steps"):
+        for name in ("eps", "weight_decay", "grad_clip", "warmup_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it takes 0 or more")
         for name in ("decay_fraction", "min_lr_ratio"):

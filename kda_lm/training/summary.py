@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-import kernels
 from data import DataModule
 from kda_lm.cli import print_table
 from kda_lm.device import resolve_device, resolve_precision
@@ -22,7 +21,6 @@ def describe(model: LM, config: TrainerConfig, data: DataModule, folder: Path) -
     seq_len = data.config.seq_len
     device = resolve_device(config.accelerator)
     precision = resolve_precision(config.precision, device)
-    backends = sorted({kernels.resolve_backend(mixer.config.backend, device) for mixer in model.layers()})
     outside = model.num_parameters(embeddings=False)
     rows = {
         "layers": " ".join(model.layer_names()),
@@ -31,7 +29,7 @@ def describe(model: LM, config: TrainerConfig, data: DataModule, folder: Path) -
         "training cost": f"{3 * model.flops_per_token(seq_len) / 1e6:.1f} MFLOP a token",
         "tokens": f"{len(data.train):,} to train on, {len(data.val):,} to validate on, of {data.vocab_size:,} kinds",
         "run": f"{config.max_steps} steps of {config.batch_size} × {seq_len} tokens",
-        "device": f"{device.type}, {precision}, kernels: {', '.join(backends)}",
+        "device": f"{device.type}, {precision}, kernels: {', '.join(model.backends(device))}",
         "run folder": str(folder),
     }
     print_table("kda_lm", rows)

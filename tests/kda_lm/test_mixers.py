@@ -228,7 +228,7 @@ def test_query_and_key_norm_take_away_their_size(name: str, on: str) -> None:
 def by_hand(layer: RecurrentMixer, x: Tensor) -> Tensor:
     """The module's equations, token by token and head by head, for H = HV and no convolution; [B, T, dim]."""
     config, (batch, length, _) = layer.config, x.shape
-    heads, size_k, size_v = layer.num_heads, layer.head_k_dim, layer.head_v_dim
+    heads, size_k, size_v = layer.config.num_heads, layer.head_k_dim, layer.head_v_dim
     act = F.silu if config.activation == "silu" else (lambda z: z)
     q, k, v = (act(F.linear(x, p.weight)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     maps = {"none": lambda z: z, "relu": lambda z: z.clamp(min=0), "elu1": lambda z: torch.where(z > 0, z + 1, z.exp())}

@@ -301,7 +301,7 @@ def test_the_schedule_multiplies_each_groups_own_rate() -> None:
         ({"lr": -1e-3}, ["lr", "positive"]),
         ({"lr": 0}, ["lr", "positive"]),
         ({"adamw_lr": -1.0}, ["adamw_lr", "positive"]),
-        ({"lr": "high"}, ["optim.lr", "'high'", "a number"]),
+        ({"lr": "high"}, ["optim.lr", "'high'", "a finite number"]),
         ({"lr": float("nan")}, ["lr"]),
         ({"lr": float("inf")}, ["lr"]),
         ({"beta1": 1.0}, ["beta1 is 1.0"]),
