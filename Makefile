@@ -11,7 +11,7 @@ train: $(VENV)/installed
 	$(BIN)/python train.py $(ARGS)
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

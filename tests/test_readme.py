@@ -79,7 +79,7 @@ def test_python_commands(
 
 
 @pytest.mark.parametrize(
-    ("target", "expected"), [("train", "python train.py"), ("test", "python -m pytest"), ("lint", "mypy")]
+    ("target", "expected"), [("train", "python train.py"), ("test", "python -m pytest -n 2"), ("lint", "mypy")]
 )
 def test_make(target: str, expected: str) -> None:
     """What make would run; the set-up before it is too long for a test."""

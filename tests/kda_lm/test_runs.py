@@ -64,7 +64,7 @@ def test_two_runs_cannot_take_one_explicit_folder() -> None:
 @pytest.mark.parametrize("name", ["a=b", "lr=0.1,seed=2", "a/b", "../up", "", "two words"])
 def test_names_are_single_folders_without_equals_signs(name: str) -> None:
     """Hydra and lightning read `=` in a path as an assignment; a slash would put the run elsewhere."""
-    with pytest.raises(UserError, match="name is .*; it takes letters") as refusal:
+    with pytest.raises(UserError, match=r"name is .*; it takes letters") as refusal:
         read_config(RunConfig, {"name": name}, "train")
     assert "\n" not in str(refusal.value)
 
