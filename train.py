@@ -3,6 +3,7 @@
 `python train.py --help` shows the options; configs/train.yaml and the groups beside it say what each means.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,34 @@ from typing import Any
 import hydra
 import lightning
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from data import DataConfig, DataModule
 from kda_lm.checkpoint import check_resumable
-from kda_lm.cli import one_line_errors, quiet_libraries
+from kda_lm.cli import exit_status, one_line_errors, quiet_libraries
 from kda_lm.config import plain, read_config
 from kda_lm.device import resolve_device, resolve_precision
+from kda_lm.errors import UserError
 from kda_lm.model import LM, LMConfig
-from kda_lm.runs import CONFIGS, absolute_paths, create_run_folder, identity, is_first_process, resume_config
+from kda_lm.runs import (
+    CONFIGS,
+    absolute_paths,
+    create_run_folder,
+    identity,
+    is_first_process,
+    refuse_existing,
+    resume_config,
+)
 from kda_lm.training.callbacks import Monitor, ProgressLine, Samples
 from kda_lm.training.checkpoint import AtomicCheckpointIO, SaveCheckpoints
 from kda_lm.training.config import RunConfig, SamplesConfig, TrainerConfig
 from kda_lm.training.loggers import open_loggers
 from kda_lm.training.module import TrainingModule
 from kda_lm.training.optim import OptimConfig
+from kda_lm.training.stop import StopOnSignal
 from kda_lm.training.summary import Outcome, describe, summarise
 
 
@@ -42,6 +54,8 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     optim = read_config(OptimConfig, options["optim"], "optim")
     sampling = read_config(SamplesConfig, options["samples"], "samples")
     options["data"] = absolute_paths(options["data"])
+    if folder is None:
+        refuse_existing(run.run_dir)
 
     lightning.seed_everything(run.seed, verbose=False)
     data = DataModule(
@@ -53,13 +67,15 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     ).prepare()
     model_options = {**options["model"], "vocab_size": data.vocab_size}
     model = LM(read_config(LMConfig, model_options, "model"), options["mixers"])
-    model.backends(resolve_device(trainer_config.accelerator))
+    device = resolve_device(trainer_config.accelerator)
+    model.backends(device)
     metadata = {
         "tokenizer": data.tokenizer.json,
         "eot_token": data.tokenizer.eot_token,
-        "data": options["data"],
+        "data": {name: value for name, value in options["data"].items() if name != "cache_dir"},
         "text": [data.train.manifest.key, data.val.manifest.key],
         "optimizer": optim.optimizer,
+        "batches": {"seed": run.seed, "batch_size": trainer_config.batch_size, "seq_len": data.config.seq_len},
     }
     module = TrainingModule(model, optim, trainer_config.max_steps, metadata, data.val_bytes)
 
@@ -68,7 +84,7 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
         checkpoint = folder / "checkpoints" / "last.ckpt"
         resumed_step = check_resumable(checkpoint, {**model.hyperparameters(), **metadata})
     else:
-        folder = create_run_folder(run.run_dir, run.name)
+        folder = create_run_folder(run.run_dir, run.name or model.config.pattern_name)
     about = identity(folder)
     if is_first_process():
         (folder / "tokenizer.json").write_text(data.tokenizer.json, encoding="utf-8")
@@ -85,11 +101,11 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
             trainer.validate(module, datamodule=data, verbose=False)
         if not trainer.is_global_zero:
             return {}
-        samples.show(module)
         tokens = trainer.global_step * monitor.tokens_per_step
-        outcome = Outcome(module, data, trainer.global_step, tokens, monitor.tokens_per_second, about["revision"])
+        outcome = Outcome(module, device, data, trainer.global_step, tokens, monitor.average, about["revision"])
         summary = summarise(outcome, folder)
         log_summary(summary)
+        samples.show(module.to(device))  # Lightning has left it on the CPU
     return summary
 
 
@@ -98,8 +114,9 @@ def build_trainer(
 ) -> lightning.Trainer:
     """A Lightning Trainer for one run of one epoch: a batch is an optimizer step, so all its counts are steps."""
     device = resolve_device(config.accelerator)
-    save = SaveCheckpoints(folder / "checkpoints", config.save_every, config.val_every, config.max_steps)
-    callbacks: list[Callback] = [samples, monitor, ProgressLine(monitor), save]
+    stop = StopOnSignal()
+    save = SaveCheckpoints(folder / "checkpoints", config.save_every, config.val_every, config.max_steps, stop)
+    callbacks: list[Callback] = [samples, monitor, ProgressLine(monitor), stop, save]
     if config.ema_decay is not None:
         # After the samples: they are drawn from the averaged weights, before these leave the model again.
         callbacks.insert(1, EMAWeightAveraging(decay=config.ema_decay))
@@ -127,9 +144,14 @@ def build_trainer(
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
 def main(config: DictConfig) -> None:
     quiet_libraries()
-    with one_line_errors():
-        train(config, HydraConfig.get().overrides.task)
+    hydra_config = HydraConfig.get()
+    multirun = hydra_config.mode == RunMode.MULTIRUN
+    with one_line_errors(go_on=multirun):
+        if multirun and config.trainer.devices != 1:
+            raise UserError("-m runs one job after the other on one device: trainer.devices must be 1 with it")
+        train(config, hydra_config.overrides.task)
 
 
 if __name__ == "__main__":
     main()
+    sys.exit(exit_status())

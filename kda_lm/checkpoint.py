@@ -77,11 +77,11 @@ def check_resumable(path: Path, now: Mapping[str, Any]) -> int:
     Raises UserError: see read_checkpoint; another model, tokenizer, text or optimizer than the run had.
     """
     contents = read_checkpoint(path)
-    for name in ("tokenizer", "model", "mixers", "text", "optimizer"):
+    for name in ("tokenizer", "model", "mixers", "text", "optimizer", "batches"):
         if contents["kda_lm"].get(name) != now[name]:
             raise UserError(
                 f"cannot resume from {path}: its {name} differs from what is configured now; a resumed run keeps its "
-                "model, tokenizer, text and optimizer"
+                "model, tokenizer, text, optimizer, seed, batch_size and seq_len"
             )
     step: int = contents["global_step"]
     return step

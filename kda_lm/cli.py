@@ -1,5 +1,6 @@
 """What every command line of this project shares: one-line errors, quiet libraries, small tables."""
 
+import io
 import logging
 import os
 import sys
@@ -16,23 +17,39 @@ from data import DataError
 from kda_lm.errors import UserError
 from kda_lm.runs import from_launch_dir
 
+_failed = False  # whether a job of a multirun failed
+
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """What the user can mend becomes `error: …` and exit status 2; an interrupt, 130; everything else stays a fault."""
+def one_line_errors(go_on: bool = False) -> Iterator[None]:
+    """What the user can mend becomes `error: …` and exit status 2, everything else stays a fault of ours.
+
+    With `go_on`, for a job among several, the message is printed and the others run; see `exit_status`.
+    """
+    global _failed
     try:
         yield
     except (UserError, DataError) as error:
-        print("error:", str(error).replace("\n", " "), file=sys.stderr)
-        sys.exit(2)
+        print("error:", str(error).replace("\n", " "), file=sys.stderr, flush=True)
+        _failed = True
+        if not go_on:
+            sys.exit(getattr(error, "exit_status", UserError.exit_status))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
 
 
+def exit_status() -> int:
+    """Of a command line whose jobs are done."""
+    return UserError.exit_status if _failed else 0
+
+
 def quiet_libraries() -> None:
-    """Keep the log to what this project says itself."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    """Keep the log to what this project says itself, and have no character stop it that a console can't show."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     for name in ("lightning.pytorch", "lightning.fabric", "datasets", "wandb", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -40,7 +57,6 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=r".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=r".*dataloader is not resumable.*|.*not\s+resumable.*")
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*")
-    warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\).*")
 
 
 def required_path(option: str, value: str | None) -> Path:

@@ -32,6 +32,7 @@ class EvaluationConfig:
     accelerator: Accelerator = "auto"
     precision: Precision = "auto"
     json: str | None = None
+    cache_dir: str = "~/.cache/kda_lm"
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size"):

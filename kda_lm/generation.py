@@ -20,7 +20,7 @@ class SamplingConfig:
     max_new_tokens: int = 200
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int | None = None  # only the k likeliest; null: all, and more than the vocabulary is all
-    top_p: float = 1.0  # only the likeliest that together reach this probability
+    top_p: float = 0.95  # only the likeliest that together reach this probability
     seed: int = 0
 
     def __post_init__(self) -> None:

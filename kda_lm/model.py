@@ -16,6 +16,7 @@ normal(0, 0.02) instead, as GPT-2 did; at small widths it leaves the low-rank ga
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, Literal, cast
 
 import torch
@@ -51,6 +52,12 @@ class LMConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it takes at least 1")
         if self.mlp_hidden is not None and self.mlp_hidden < 0:
             raise ValueError(f"mlp_hidden is {self.mlp_hidden}; it takes 0 (no MLP) or more, or null")
+
+    @property
+    def pattern_name(self) -> str:
+        """The pattern in a word: [kda, kda, kda, softmax] is kda3-softmax."""
+        runs = [(kind, len(list(group))) for kind, group in groupby(self.pattern)]
+        return "-".join(kind if count == 1 else f"{kind}{count}" for kind, count in runs)
 
     @property
     def hidden(self) -> int:

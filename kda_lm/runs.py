@@ -65,6 +65,8 @@ def create_run_folder(run_dir: str | None, name: str) -> Path:
     Raises UserError: `run_dir` exists, or the folder can't be made.
     """
     if not is_first_process():
+        if RUN_DIR_VARIABLE not in os.environ:
+            raise UserError("another launcher started several processes; start one, and set trainer.devices")
         return Path(os.environ[RUN_DIR_VARIABLE])
     try:
         if run_dir is not None:
@@ -73,9 +75,7 @@ def create_run_folder(run_dir: str | None, name: str) -> Path:
         else:
             folder = _new_folder(launch_dir() / "runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name}")
     except FileExistsError:
-        raise UserError(
-            f"run_dir {run_dir} exists already; choose another, or continue that run with resume={run_dir}"
-        ) from None
+        raise _exists(run_dir) from None
     except OSError as error:
         raise UserError(f"cannot make the run folder: {error}") from None
     os.environ[RUN_DIR_VARIABLE] = str(folder)
@@ -97,6 +97,16 @@ def identity(folder: Path) -> dict[str, str]:
     values = {"id": secrets.token_hex(4), "started": started, "revision": git_revision()}
     write_json(path, values)
     return values
+
+
+def refuse_existing(run_dir: str | None) -> None:
+    """Raise UserError if `run_dir` exists: better now than after minutes of preparing data."""
+    if run_dir is not None and is_first_process() and from_launch_dir(run_dir).exists():
+        raise _exists(run_dir)
+
+
+def _exists(run_dir: str | None) -> UserError:
+    return UserError(f"run_dir {run_dir} exists already; choose another, or continue that run with resume={run_dir}")
 
 
 def _new_folder(parent: Path, name: str) -> Path:
@@ -161,4 +171,5 @@ def resume_config(config: DictConfig, overrides: Sequence[str]) -> tuple[DictCon
         if old is unknown or isinstance(old, DictConfig) or name == "run_dir":
             raise UserError(f"'{override}' cannot go with resume; single options can, such as trainer.max_steps=1000")
         OmegaConf.update(resumed, name, OmegaConf.select(config, name))
+    resumed.data.cache_dir = config.data.cache_dir  # the user's place for caches now, not then
     return resumed, folder

@@ -4,6 +4,8 @@ from dataclasses import asdict
 
 import hydra
 from omegaconf import DictConfig
+from rich.console import Console
+from rich.progress import track
 
 from data import DataConfig, DataModule
 from kda_lm.checkpoint import open_checkpoint
@@ -29,6 +31,7 @@ def run(options: DictConfig) -> Score:
         data_options.update(corpus="text", files=text, val_files=text, text_key=config.text_key)
     if config.seq_len is not None:
         data_options["seq_len"] = config.seq_len
+    data_options["cache_dir"] = str(from_launch_dir(config.cache_dir))
     data = DataModule(
         read_config(DataConfig, data_options, "data"),
         batch_size=1,
@@ -38,7 +41,8 @@ def run(options: DictConfig) -> Score:
         tokenizer=checkpoint.tokenizer,
     )
     with arithmetic(config.precision, device):
-        score = evaluate(checkpoint.model, data.val_dataloader(), device, data.val_bytes)
+        batches = track(data.val_dataloader(), "scoring", console=Console(stderr=True), transient=True)
+        score = evaluate(checkpoint.model, batches, device, data.val_bytes)
 
     rows = {
         "checkpoint": f"{path}, step {checkpoint.step:,}",

@@ -20,18 +20,19 @@ class Gate(nn.Module):
 class DecayParameters(nn.Module):
     """A_log [HV] and dt_bias [HV] or [HV·K] of the log-decay g = −exp(A_log) · softplus(raw + dt_bias).
 
-    As published (Mamba-2, Gated DeltaNet, Kimi Linear): exp(A_log) ~ U(1, 16), softplus(dt_bias) ~ log U(1e-3, 1e-1).
+    As published: softplus(dt_bias) ~ log U(1e-3, 1e-1), and exp(A_log) ~ U(slowest, 16), `slowest` being 1 for KDA
+    (Kimi Linear) and 0 for Gated DeltaNet, where 1e-3 keeps the logarithm finite.
     """
 
-    def __init__(self, num_heads: int, num_biases: int) -> None:
+    def __init__(self, num_heads: int, num_biases: int, slowest: float) -> None:
         super().__init__()
-        rate = torch.empty(num_heads, dtype=torch.float32).uniform_(1, 16)
+        rate = torch.empty(num_heads, dtype=torch.float32).uniform_(slowest, 16)
         step = torch.empty(num_biases, dtype=torch.float32).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.A_log = nn.Parameter(rate.log())
         self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DecayParameters":
-        # `.to(dtype)`, `.half()` and the like move these parameters but never narrow them.
+        # `.to(dtype)`, `.half()` and the like move these parameters but leave their dtype.
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
@@ -45,7 +46,7 @@ class ScalarDecay(Gate):
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.proj = nn.Linear(dim, num_heads, bias=False)
-        self.timescale = DecayParameters(num_heads, num_heads)
+        self.timescale = DecayParameters(num_heads, num_heads, slowest=1e-3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(x)
@@ -58,7 +59,7 @@ class ChannelDecay(Gate):
         super().__init__()
         self.down_proj = nn.Linear(dim, rank, bias=False)
         self.up_proj = nn.Linear(rank, num_heads * head_dim, bias=False)
-        self.timescale = DecayParameters(num_heads, num_heads * head_dim)
+        self.timescale = DecayParameters(num_heads, num_heads * head_dim, slowest=1.0)
         self.num_heads = num_heads
 
     def forward(self, x: Tensor) -> Tensor:

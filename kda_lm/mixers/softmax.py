@@ -28,7 +28,7 @@ class SoftmaxConfig:
     qk_norm: Literal["rms", "none"] = "rms"  # of each head's q and k, with a learned scale
     conv_width: int = 0  # taps of a short convolution on q, k and v; 0: none
     activation: Literal["silu", "none"] = "none"  # on q, k and v, after the convolution
-    backend: Literal["auto", "triton", "torch", "reference"] = "auto"  # which kernel implementation runs
+    backend: Literal["auto", "torch", "reference"] = "auto"  # which kernel implementation runs
 
     def __post_init__(self) -> None:
         if self.num_heads < 1:

@@ -1,6 +1,7 @@
 """What a run shows while it trains: throughput and loss to the loggers, a progress bar, samples of text."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,30 @@ def log_metrics(trainer: lightning.Trainer, metrics: dict[str, float]) -> None:
 
 
 class Monitor(Callback):
-    """Logs, every `log_every` steps, loss, gradient norm, learning rate, tokens/s and MFU; and every validation.
+    """Logs, every `log_every` steps and at the last, loss, gradient norm, learning rate, tokens/s and MFU; and every
+    validation.
 
-    Tokens/s are those of the steps since the last log and the waiting for their data; validation, samples and the
-    compilation before the first step don't count. MFU = 3 · forward FLOPs a token (see LM.flops_per_token) · tokens/s
-    / peak, the peak being the data sheet's for a GPU that Lightning knows, and a measured matrix product's otherwise.
+    The loss is the mean over the steps since the log before, the gradient norm and the rate are the last step's.
+    Tokens/s count those steps, the waiting for their data and the saving, not validation and samples. MFU = 3 · forward
+    FLOPs a token (see LM.flops_per_token) · tokens/s / peak, the peak being the data sheet's for a GPU that Lightning
+    knows, and a measured matrix product's otherwise.
     """
 
     def __init__(self, log_every: int, tokens_per_step: int, seq_len: int) -> None:
         self.log_every = log_every
         self.tokens_per_step = tokens_per_step
         self.seq_len = seq_len
-        self.tokens_per_second: float | None = None
-        self._steps, self._seconds = 0, 0.0
+        self.tokens_per_second: float | None = None  # as last logged
+        self._losses: list[float] = []  # of the steps since the last log
+        self._window, self._total = _Clock(), _Clock()
         self._since = 0.0
         self._peak = 0.0
         self._flops_per_token = 0
+
+    @property
+    def average(self) -> float | None:
+        """Tokens/s over all steps of this process; None before the first."""
+        return self._total.speed(self.tokens_per_step) if self._total.steps else None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         assert isinstance(pl_module, TrainingModule)
@@ -52,28 +61,50 @@ class Monitor(Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, *args: Any
     ) -> None:
         now = time.perf_counter()
-        self._steps += 1
-        self._seconds += now - self._since
+        for clock in (self._window, self._total):
+            clock.add(now - self._since)
         self._since = now
-        if trainer.global_step % self.log_every:
+        self._losses.append(outputs["train/loss"])
+        step = trainer.global_step
+        if step % self.log_every and step != trainer.max_steps:
             return
-        self.tokens_per_second = self._steps * self.tokens_per_step / self._seconds
-        self._steps, self._seconds = 0, 0.0
-        log_metrics(
-            trainer,
-            {
-                **outputs,
-                "train/tokens": trainer.global_step * self.tokens_per_step,
-                "train/tokens_per_second": self.tokens_per_second,
-                "train/mfu": self.tokens_per_second * self._flops_per_token / self._peak,
-            },
-        )
+        self.tokens_per_second = self._window.speed(self.tokens_per_step)
+        metrics = {
+            **outputs,
+            "train/loss": sum(self._losses) / len(self._losses),
+            "train/tokens": step * self.tokens_per_step,
+            "train/tokens_per_second": self.tokens_per_second,
+            "train/mfu": self.tokens_per_second * self._flops_per_token / self._peak,
+        }
+        self._losses, self._window = [], _Clock()
+        log_metrics(trainer, metrics)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         assert isinstance(pl_module, TrainingModule) and pl_module.val_score is not None
         if trainer.state.fn == "fit":
             log_metrics(trainer, pl_module.val_score.metrics("val"))
         self._since = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self._losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._losses = list(state_dict["losses"])
+
+
+@dataclass
+class _Clock:
+    """Steps and the seconds they took."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.steps += 1
+        self.seconds += seconds
+
+    def speed(self, tokens_per_step: int) -> float:
+        return self.steps * tokens_per_step / self.seconds
 
 
 class ProgressLine(Callback):

@@ -4,6 +4,7 @@ What is in one, and reading it: kda_lm/checkpoint.py.
 """
 
 import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from kda_lm.errors import UserError
 from kda_lm.training.module import TrainingModule
+from kda_lm.training.stop import StopOnSignal, Stopped
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -39,23 +41,25 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class SaveCheckpoints(Checkpoint):
-    """`last.ckpt` every `every` steps and at the end of the run; `best.ckpt` whenever the validation loss improves.
+    """`last.ckpt` every `every` steps, at the end of the run, and when the run is asked to stop; `best.ckpt` whenever
+    the validation loss improves.
 
     The last step is validated, too, whatever `val_every` is. Where a save and a validation fall on one step, the save
     waits for the validation, so that a resumed run does neither twice.
     """
 
-    def __init__(self, folder: Path, every: int, val_every: int, max_steps: int) -> None:
+    def __init__(self, folder: Path, every: int, val_every: int, max_steps: int, stop: StopOnSignal) -> None:
         self.folder = folder
         self.every, self.val_every, self.max_steps = every, val_every, max_steps
+        self.stop = stop
         self.best_loss = float("inf")
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any) -> None:
         step = trainer.global_step
         if step == self.max_steps:
             trainer.should_stop = True  # the one thing that has Lightning validate out of turn
-        elif step % self.every == 0 and step % self.val_every:
-            trainer.save_checkpoint(self.folder / "last.ckpt")
+        elif step % self.val_every:
+            self._save_last(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.state.fn != "fit":
@@ -64,8 +68,16 @@ class SaveCheckpoints(Checkpoint):
         if pl_module.val_score.loss < self.best_loss:
             self.best_loss = pl_module.val_score.loss
             trainer.save_checkpoint(self.folder / "best.ckpt")
-        if trainer.global_step % self.every == 0 or trainer.global_step == self.max_steps:
+        self._save_last(trainer)
+
+    def _save_last(self, trainer: lightning.Trainer) -> None:
+        """Save if it is time to, or if the run was asked to stop; and stop then."""
+        step = trainer.global_step
+        stopping = self.stop.requested(trainer)
+        if stopping or step % self.every == 0 or step == self.max_steps:
             trainer.save_checkpoint(self.folder / "last.ckpt")
+        if stopping and step < self.max_steps:
+            raise Stopped(self.stop.signum or signal.SIGTERM, step, self.folder.parent)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_loss": self.best_loss}

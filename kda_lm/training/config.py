@@ -11,7 +11,7 @@ from kda_lm.generation import SamplingConfig
 class RunConfig:
     """The options of configs/train.yaml that belong to no group."""
 
-    name: str
+    name: str | None = None  # null: from the pattern
     seed: int = 0
     run_dir: str | None = None
     resume: str | None = None
@@ -19,7 +19,7 @@ class RunConfig:
     wandb_project: str = "kda_lm"
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w.-]+", self.name):
+        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
             raise ValueError(f"name is {self.name!r}; it takes letters, digits, and . _ - (it names the run folder)")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed}; it takes 0 to 4294967295")

@@ -116,13 +116,14 @@ def _wandb_run(project: str, folder: Path, run_id: str, config: dict[str, Any]) 
     """
     import wandb  # here: it takes a second, and a run without wandb should not pay for it
 
-    mode: Any = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+    # None leaves it to wandb: WANDB_MODE, `wandb offline`, or online.
+    mode: Any = None if "WANDB_MODE" in os.environ or _logged_in() else "offline"
     settings = wandb.Settings(init_timeout=WANDB_INIT_TIMEOUT, silent=True, console="off")
     options: dict[str, Any] = {"project": project, "name": folder.name, "id": run_id, "dir": folder, "config": config}
     try:
         return wandb.init(**options, mode=mode, resume="allow", settings=settings)
-    except wandb.errors.Error:
-        print("wandb: the server does not answer; logging offline (`wandb sync` uploads it later)", flush=True)
+    except wandb.errors.Error as error:
+        print(f"wandb: {str(error).splitlines()[0]} — logging offline (`wandb sync` uploads it later)", flush=True)
         wandb.teardown()  # the attempt still holds the run's id
         return wandb.init(**options, mode="offline", settings=settings)
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kda_lm.errors import UserError
 from kda_lm.evaluation import Score, Tally
 from kda_lm.model import LM
-from kda_lm.training.optim import OptimConfig, build_optimizer, build_schedule, lr_factor
+from kda_lm.training.optim import OptimConfig, apply_options, build_optimizer, lr_factor, set_learning_rate
 
 MicroBatch = dict[str, Tensor]
 
@@ -50,17 +50,15 @@ class TrainingModule(lightning.LightningModule):
         self._tally = Tally()
         self._saved_rng: dict[str, Any] | None = None
 
-    def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]
-        optimizer = build_optimizer(self.model, self.optim)
-        schedule = build_schedule(optimizer, self.optim, self.max_steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return build_optimizer(self.model, self.optim)
 
     def training_step(self, batch: list[MicroBatch], batch_idx: int) -> dict[str, Any]:
         """One optimizer step.
 
         Raises UserError naming the step when the loss or the gradient is not finite, before any weight changes.
         """
-        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        optimizer: Any = self.optimizers()
         targets = torch.stack([(micro["targets"] != -100).sum() for micro in batch]).sum()
         targets = self._sum_over_ranks(targets).clamp(min=1)
         total = torch.zeros((), device=self.device)
@@ -72,19 +70,19 @@ class TrainingModule(lightning.LightningModule):
             total += nll.detach()
         loss = self._sum_over_ranks(total) / targets
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.grad_clip or float("inf"))
-        loss_value, norm_value = torch.stack([loss, norm]).tolist()  # the step's only wait for the device
+        loss_value, norm_value = torch.stack([loss, norm]).tolist()  # waits for the device
         step = self.trainer.global_step + 1
         for what, value in (("loss", loss_value), ("gradient norm", norm_value)):
             if not np.isfinite(value):
                 raise UserError(
-                    f"step {step}: the {what} is {value}; stopped before the update, checkpoints hold earlier steps "
-                    "only (a lower optim.lr or a longer optim.warmup_steps may help)"
+                    f"step {step}: the {what} is {value}; stopped before the update, the checkpoints are of earlier "
+                    "steps (a lower optim.lr or a longer optim.warmup_steps may help)"
                 )
-        lr = self.optim.lr * lr_factor(self.optim, self.max_steps, step - 1)
-        optimizer.step()  # type: ignore[union-attr]
-        optimizer.zero_grad()  # type: ignore[union-attr]
-        schedule.step()  # type: ignore[union-attr]
-        return {"train/loss": loss_value, "train/grad_norm": norm_value, "train/lr": lr}
+        factor = lr_factor(self.optim, self.max_steps, step - 1)
+        set_learning_rate(optimizer, factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"train/loss": loss_value, "train/grad_norm": norm_value, "train/lr": self.optim.lr * factor}
 
     def on_validation_epoch_start(self) -> None:
         self._tally = Tally()
@@ -112,6 +110,7 @@ class TrainingModule(lightning.LightningModule):
         self._saved_rng = checkpoint["rng"]
 
     def on_train_start(self) -> None:
+        apply_options(self.optimizers(), self.optim)  # type: ignore[arg-type]
         # As late as possible: building loaders draws random numbers, too.
         if self._saved_rng is not None:
             version, internal, gauss = self._saved_rng["python"]

@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from kda_lm.mixers import Gate
 from kda_lm.model import LM
@@ -46,7 +45,7 @@ class OptimConfig:
     weight_decay: float = 0.1  # decoupled: weights shrink by lr · weight_decay a step
     grad_clip: float = 1.0  # largest norm of the whole gradient; 0: no clipping
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: int = 50  # linear from 0
+    warmup_steps: int = 20  # linear from 0
     decay_fraction: float = 0.2  # wsd: the last part of the run, over which the rate falls linearly
     min_lr_ratio: float = 0.1  # the rate at the end, as a part of lr
 
@@ -74,16 +73,31 @@ def parameter_groups(model: LM, config: OptimConfig) -> list[dict[str, Any]]:
         is_matrix = id(parameter) in matrices
         muon = is_matrix and config.optimizer == "muon"
         members[muon, is_matrix and id(parameter) not in in_gate].append(parameter)
-    adamw_lr = config.lr if config.adamw_lr is None or config.optimizer == "adamw" else config.adamw_lr
     return [
-        {
-            "params": parameters,
-            "muon": muon,
-            "lr": config.lr if muon else adamw_lr,
-            "weight_decay": config.weight_decay if decay else 0.0,
-        }
-        for (muon, decay), parameters in members.items()
+        {"params": parameters, **group_options(config, muon, decay)} for (muon, decay), parameters in members.items()
     ]
+
+
+def group_options(config: OptimConfig, muon: bool, decay: bool) -> dict[str, Any]:
+    """What `config` says of a group; `peak_lr` is the rate that the schedule scales."""
+    own_lr = config.adamw_lr is not None and config.optimizer == "muon" and not muon
+    lr = config.adamw_lr if own_lr else config.lr
+    options: dict[str, Any] = {
+        "muon": muon,
+        "decay": decay,
+        "lr": lr,
+        "peak_lr": lr,
+        "weight_decay": config.weight_decay if decay else 0.0,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+    }
+    return {**options, "momentum": config.momentum} if muon else options
+
+
+def apply_options(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
+    """Have a restored optimizer go on with the options of `config` instead of those it was saved with."""
+    for group in optimizer.param_groups:
+        group.update(group_options(config, group["muon"], group["decay"]))
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -92,11 +106,8 @@ class MuonAdamW(torch.optim.AdamW):
     One optimizer rather than two, so that one step is one step to schedules, checkpoints and step counters.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
-        super().__init__(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, foreach=True)
-        for group in self.param_groups:
-            if group["muon"]:
-                group["momentum"] = config.momentum
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, foreach=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -150,7 +161,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 def build_optimizer(model: LM, config: OptimConfig) -> torch.optim.Optimizer:
-    return MuonAdamW(parameter_groups(model, config), config)
+    return MuonAdamW(parameter_groups(model, config))
 
 
 def lr_factor(config: OptimConfig, max_steps: int, step: int) -> float:
@@ -173,5 +184,7 @@ def lr_factor(config: OptimConfig, max_steps: int, step: int) -> float:
     return 1 - (1 - config.min_lr_ratio) * shape
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, max_steps: int) -> LambdaLR:
-    return LambdaLR(optimizer, lambda step: lr_factor(config, max_steps, step))
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Before a step: every group's rate is `factor` times its peak. A schedule without state resumes by itself."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor

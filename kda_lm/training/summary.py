@@ -40,6 +40,7 @@ class Outcome:
     """What is left to say when a run is over."""
 
     module: TrainingModule
+    device: torch.device
     data: DataModule
     steps: int
     tokens: int
@@ -48,21 +49,11 @@ class Outcome:
 
 
 def summarise(outcome: Outcome, folder: Path) -> dict[str, Any]:
-    """Print the final table; write summary.json and return it."""
+    """Write summary.json, print the final table, and return the summary."""
     module, seq_len = outcome.module, outcome.data.config.seq_len
     model, score = module.model, module.val_score
     assert score is not None
     speed = outcome.tokens_per_second
-    rows = {
-        "steps": f"{outcome.steps:,}",
-        "training tokens": f"{outcome.tokens:,}",
-        "validation loss": f"{score.loss:.4f} nats a token over {score.targets:,} tokens",
-        "validation perplexity": f"{score.perplexity:.2f}",
-        "bits per byte": "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}",
-        "speed": "unknown" if speed is None else f"{speed:,.0f} tokens/s",
-        "run folder": str(folder),
-    }
-    print_table("result", rows)
     cpu = platform.processor() or platform.machine()
     summary = {
         "steps": outcome.steps,
@@ -75,9 +66,19 @@ def summarise(outcome: Outcome, folder: Path) -> dict[str, Any]:
         "state_bytes": model.state_bytes(seq_len),
         "seq_len": seq_len,
         "revision": outcome.revision,
-        "device": torch.cuda.get_device_name() if module.device.type == "cuda" else cpu,
+        "device": torch.cuda.get_device_name() if outcome.device.type == "cuda" else cpu,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
     write_json(folder / "summary.json", summary)
+    rows = {
+        "steps": f"{outcome.steps:,}",
+        "training tokens": f"{outcome.tokens:,}",
+        "validation loss": f"{score.loss:.4f} nats a token over {score.targets:,} tokens",
+        "validation perplexity": f"{score.perplexity:.2f}",
+        "bits per byte": "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}",
+        "speed": "unknown" if speed is None else f"{speed:,.0f} tokens/s",
+        "run folder": str(folder),
+    }
+    print_table("result", rows)
     return summary
