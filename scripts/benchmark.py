@@ -65,7 +65,7 @@ def benchmark_kernels(arguments: argparse.Namespace) -> int:
         "torch": torch.__version__,
         **{name: getattr(arguments, name) for name in ("batch", "length", "heads", "key_dim", "value_dim", "seed")},
     }
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=120)  # a log has no right edge
     console.print(", ".join(f"{name} {value}" for name, value in setting.items()), highlight=False)
     rows = []
     for rule, decay in NAMES:

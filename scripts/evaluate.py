@@ -41,7 +41,10 @@ def run(options: DictConfig) -> Score:
         tokenizer=checkpoint.tokenizer,
     )
     with arithmetic(config.precision, device):
-        batches = track(data.val_dataloader(), "scoring", console=Console(stderr=True), transient=True)
+        console = Console(stderr=True)
+        batches = track(
+            data.val_dataloader(), "scoring", console=console, transient=True, disable=not console.is_terminal
+        )
         score = evaluate(checkpoint.model, batches, device, data.val_bytes)
 
     rows = {

@@ -80,7 +80,7 @@ def test_temperature_zero_is_the_likeliest_whatever_else_is_set() -> None:
 def counts(probabilities: list[float], **options: Any) -> Tensor:
     """How often each token is drawn, as a part of 40,000 draws."""
     logits = torch.tensor(probabilities).log().expand(40_000, -1)
-    found = draw(logits, SamplingConfig(**{"temperature": 1.0, **options}), generator())
+    found = draw(logits, SamplingConfig(**{"temperature": 1.0, "top_p": 1.0, **options}), generator())
     return found.bincount(minlength=len(probabilities)) / 40_000
 
 

@@ -126,16 +126,18 @@ def test_the_revision(monkeypatch: pytest.MonkeyPatch) -> None:
 def saved(tmp_path: Path) -> Path:
     folder = tmp_path / "old"
     folder.mkdir()
-    config = {"seed": 0, "run_dir": "old", "trainer": {"max_steps": 8}, "data": {"files": ["a"]}}
+    config = {"seed": 0, "run_dir": "old", "trainer": {"max_steps": 8}, "data": {"files": ["a"], "cache_dir": "then"}}
     OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
     return folder
 
 
 def test_overrides_change_the_old_configuration(saved: Path) -> None:
-    now = OmegaConf.create({"resume": "old", "seed": 7, "trainer": {"max_steps": 12}, "data": {"files": ["b"]}})
+    data = {"files": ["b"], "cache_dir": "now"}
+    now = OmegaConf.create({"resume": "old", "seed": 7, "trainer": {"max_steps": 12}, "data": data})
     config, folder = resume_config(now, ["resume=old", "trainer.max_steps=12"])
     assert folder == saved and config.trainer.max_steps == 12
     assert config.seed == 0 and config.data.files == ["a"]  # what was not asked for stays
+    assert config.data.cache_dir == "now"  # but for the place of caches, which is the machine's
 
 
 @pytest.mark.parametrize(

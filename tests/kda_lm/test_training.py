@@ -22,7 +22,6 @@ import wandb
 from omegaconf import OmegaConf
 from support import error, small_options, tiny_lm
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from kda_lm.checkpoint import open_checkpoint, read_checkpoint
@@ -32,7 +31,7 @@ from kda_lm.training import loggers
 from kda_lm.training.callbacks import Monitor, ProgressLine
 from kda_lm.training.checkpoint import AtomicCheckpointIO
 from kda_lm.training.module import TrainingModule
-from kda_lm.training.optim import OptimConfig, lr_factor
+from kda_lm.training.optim import OptimConfig, group_options, lr_factor
 
 Run = Callable[..., tuple[dict[str, Any], Path]]
 Resume = Callable[..., dict[str, Any]]
@@ -64,16 +63,19 @@ def saves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 class PlainDescent(TrainingModule):
     """Weights move by minus the gradient, so that it can be read off them."""
 
-    def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        return {"optimizer": optimizer, "lr_scheduler": LambdaLR(optimizer, lambda step: 1.0)}
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        group = {"params": list(self.model.parameters()), **group_options(self.optim, muon=False, decay=False)}
+        return torch.optim.SGD([group])
 
 
 def step_gradient(batch: list[dict[str, Tensor]], grad_clip: float = 0.0) -> tuple[Tensor, dict[str, float]]:
     """The gradient that one training step over `batch` applies, flattened, and what the step reports."""
     model = tiny_lm(small_options("kda"), small_options("softmax")).double().train()
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    module = PlainDescent(model, OptimConfig(grad_clip=grad_clip), 1, {})
+    config = OptimConfig(optimizer="adamw", lr=1.0, schedule="constant", warmup_steps=0, grad_clip=grad_clip)
+    module = PlainDescent(model, config, 1, {})
+        model, OptimConfig(optimizer="adamw", lr=1.0, schedule="constant", warmup_steps=0, grad_clip=grad_clip), 1, {}
+    )
     reported: dict[str, float] = {}
 
     class Keep(lightning.Callback):
@@ -230,12 +232,12 @@ def test_every_count_is_of_optimizer_steps(run: Run, saves: list[tuple[str, int]
     )  # fmt: skip
     table = rows(folder)
     assert set(next(iter(table.values()))) == COLUMNS
-    assert {step for step, row in table.items() if row["train/loss"]} == {3, 6, 9}
+    assert {step for step, row in table.items() if row["train/loss"]} == {3, 6, 9, 11}
     assert {step for step, row in table.items() if row["val/loss"]} == {4, 8, 11}
     assert [step for name, step in saves if name == "last.ckpt"] == [5, 10, 11]
     assert {step for name, step in saves if name == "best.ckpt"} <= {4, 8, 11}
     config = OptimConfig(lr=4e-3, warmup_steps=2)
-    for step in (3, 6, 9):
+    for step in (3, 6, 9, 11):
         assert float(table[step]["train/lr"]) == pytest.approx(4e-3 * lr_factor(config, 11, step - 1), rel=1e-6)
         assert int(float(table[step]["train/tokens"])) == step * 4 * 16
     assert sorted(p.name for p in (folder / "samples").glob("step_*")) == [
@@ -302,7 +304,7 @@ def test_checkpoints_are_plain_and_enough_by_themselves(run: Run) -> None:
     (folder / "config.yaml").unlink()
     for name in ("last.ckpt", "best.ckpt"):
         contents = torch.load(folder / "checkpoints" / name, weights_only=True)
-        assert {"state_dict", "optimizer_states", "lr_schedulers", "global_step", "kda_lm", "rng"} <= set(contents)
+        assert {"state_dict", "optimizer_states", "global_step", "kda_lm", "rng"} <= set(contents)
     opened = open_checkpoint(folder / "checkpoints" / "last.ckpt", CPU)
     assert opened.step == summary["steps"] and not opened.model.training
     assert opened.tokenizer.decode(opened.tokenizer.encode("Ünïcode")) == "Ünïcode"
