@@ -74,8 +74,6 @@ def step_gradient(batch: list[dict[str, Tensor]], grad_clip: float = 0.0) -> tup
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     config = OptimConfig(optimizer="adamw", lr=1.0, schedule="constant", warmup_steps=0, grad_clip=grad_clip)
     module = PlainDescent(model, config, 1, {})
-        model, OptimConfig(optimizer="adamw", lr=1.0, schedule="constant", warmup_steps=0, grad_clip=grad_clip), 1, {}
-    )
     reported: dict[str, float] = {}
 
     class Keep(lightning.Callback):
