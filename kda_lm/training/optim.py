@@ -127,10 +127,7 @@ class MuonAdamW(torch.optim.AdamW):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 by_shape[parameter.shape].append(parameter)
-        for (
-            rows,
-            columns,
-        ), parameters in by_shape.items():  # matrices of one shape are orthogonalised together
+        for shape, parameters in by_shape.items():  # matrices of one shape are orthogonalised together
             gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
             buffers = []
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -141,7 +138,7 @@ class MuonAdamW(torch.optim.AdamW):
                 state["step"] += 1
                 buffers.append(state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"]))
             updates = orthogonalise(gradients.lerp(torch.stack(buffers), group["momentum"]))
-            scale = 0.2 * math.sqrt(max(rows, columns))
+            scale = 0.2 * math.sqrt(max(shape))
             for parameter, update in zip(parameters, updates, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * scale)
