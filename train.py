@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from kda_lm.runs import (
     create_run_folder,
     identity,
     is_first_process,
+    locked,
     refuse_existing,
     resume_config,
 )
@@ -42,65 +44,108 @@ from kda_lm.training.stop import StopOnSignal
 from kda_lm.training.summary import Outcome, describe, summarise
 
 
+@dataclass(frozen=True)
+class Settings:
+    """A resolved configuration, checked group by group."""
+
+    options: dict[str, Any]  # as composed: what config.yaml and wandb keep
+    run: RunConfig
+    trainer: TrainerConfig
+    optim: OptimConfig
+    samples: SamplesConfig
+    data: DataConfig
+
+    @classmethod
+    def read(cls, config: DictConfig) -> "Settings":
+        options = plain(config)
+        options["data"] = absolute_paths(options["data"])
+        groups = ("model", "mixers", "data", "optim", "trainer", "samples")
+        return cls(
+            options,
+            read_config(RunConfig, {name: value for name, value in options.items() if name not in groups}, "train"),
+            read_config(TrainerConfig, options["trainer"], "trainer"),
+            read_config(OptimConfig, options["optim"], "optim"),
+            read_config(SamplesConfig, options["samples"], "samples"),
+            read_config(DataConfig, options["data"], "data"),
+        )
+
+
 def train(config: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Run `config` and return its summary; `overrides` are the command line's words, for a resumed run."""
     folder = None
     if config.resume is not None:
         config, folder = resume_config(config, overrides)
-    options = plain(config)
-    groups = ("model", "mixers", "data", "optim", "trainer", "samples")
-    run = read_config(RunConfig, {name: value for name, value in options.items() if name not in groups}, "train")
-    trainer_config = read_config(TrainerConfig, options["trainer"], "trainer")
-    optim = read_config(OptimConfig, options["optim"], "optim")
-    sampling = read_config(SamplesConfig, options["samples"], "samples")
-    options["data"] = absolute_paths(options["data"])
+    settings = Settings.read(config)
     if folder is None:
-        refuse_existing(run.run_dir)
+        refuse_existing(settings.run.run_dir)
+    module, data = build(settings)
+    checkpoint, resumed_step = None, 0
+    if folder is None:
+        folder = create_run_folder(settings.run.run_dir, settings.run.name or module.model.config.pattern_name)
+    else:
+        checkpoint = folder / "checkpoints" / "last.ckpt"
+        resumed_step = check_resumable(checkpoint, {**module.model.hyperparameters(), **module.metadata})
+        if resumed_step > module.max_steps:
+            raise UserError(f"trainer.max_steps is {module.max_steps}; the run has {resumed_step} steps already")
+    with locked(folder):
+        if is_first_process():
+            (folder / "tokenizer.json").write_text(data.tokenizer.json, encoding="utf-8")
+            OmegaConf.save(settings.options, folder / "config.yaml")
+            describe(module.model, settings.trainer, data, folder)
+        return fit(settings, module, data, folder, checkpoint, resumed_step)
 
-    lightning.seed_everything(run.seed, verbose=False)
+
+def build(settings: Settings) -> tuple[TrainingModule, DataModule]:
+    """The prepared data, and the model with all that its checkpoints say of it."""
+    lightning.seed_everything(settings.run.seed, verbose=False)
     data = DataModule(
-        read_config(DataConfig, options["data"], "data"),
-        batch_size=trainer_config.batch_size,
-        micro_batch_size=trainer_config.micro_batch_size,
-        max_steps=trainer_config.max_steps,
-        seed=run.seed,
+        settings.data,
+        batch_size=settings.trainer.batch_size,
+        micro_batch_size=settings.trainer.micro_batch_size,
+        max_steps=settings.trainer.max_steps,
+        seed=settings.run.seed,
     ).prepare()
-    model_options = {**options["model"], "vocab_size": data.vocab_size}
-    model = LM(read_config(LMConfig, model_options, "model"), options["mixers"])
-    device = resolve_device(trainer_config.accelerator)
-    model.backends(device)
+    model_options = {**settings.options["model"], "vocab_size": data.vocab_size}
+    model = LM(read_config(LMConfig, model_options, "model"), settings.options["mixers"])
+    model.backends(resolve_device(settings.trainer.accelerator))
     metadata = {
         "tokenizer": data.tokenizer.json,
         "eot_token": data.tokenizer.eot_token,
-        "data": {name: value for name, value in options["data"].items() if name != "cache_dir"},
+        "data": {name: value for name, value in settings.options["data"].items() if name != "cache_dir"},
         "text": [data.train.manifest.key, data.val.manifest.key],
-        "optimizer": optim.optimizer,
-        "batches": {"seed": run.seed, "batch_size": trainer_config.batch_size, "seq_len": data.config.seq_len},
+        "optimizer": settings.optim.optimizer,
+        "batches": {
+            "seed": settings.run.seed,
+            "batch_size": settings.trainer.batch_size,
+            "seq_len": settings.data.seq_len,
+            "isolate_documents": settings.data.isolate_documents,
+        },
     }
-    module = TrainingModule(model, optim, trainer_config.max_steps, metadata, data.val_bytes)
+    return TrainingModule(model, settings.optim, settings.trainer.max_steps, metadata, data.val_bytes), data
 
-    checkpoint, resumed_step = None, 0
-    if folder is not None:
-        checkpoint = folder / "checkpoints" / "last.ckpt"
-        resumed_step = check_resumable(checkpoint, {**model.hyperparameters(), **metadata})
-    else:
-        folder = create_run_folder(run.run_dir, run.name or model.config.pattern_name)
+
+def fit(
+    settings: Settings,
+    module: TrainingModule,
+    data: DataModule,
+    folder: Path,
+    checkpoint: Path | None,
+    resumed_step: int,
+) -> dict[str, Any]:
+    """Train in `folder`, from `checkpoint` on if there is one, evaluate, summarise and sample."""
+    samples = Samples(data.tokenizer, settings.samples, folder / "samples")
+    seq_len = settings.data.seq_len
+    monitor = Monitor(settings.trainer.log_every, settings.trainer.batch_size * seq_len, seq_len)
     about = identity(folder)
-    if is_first_process():
-        (folder / "tokenizer.json").write_text(data.tokenizer.json, encoding="utf-8")
-        OmegaConf.save(options, folder / "config.yaml")
-        describe(model, trainer_config, data, folder)
-
-    samples = Samples(data.tokenizer, sampling, folder / "samples")
-    monitor = Monitor(trainer_config.log_every, trainer_config.batch_size * data.config.seq_len, data.config.seq_len)
-    project = run.wandb_project if run.wandb else None
-    with open_loggers(folder, project, about["id"], options, resumed_step) as (loggers, log_summary):
-        trainer = build_trainer(trainer_config, folder, loggers, samples, monitor)
+    project = settings.run.wandb_project if settings.run.wandb else None
+    with open_loggers(folder, project, about["id"], settings.options, resumed_step) as (loggers, log_summary):
+        trainer = build_trainer(settings.trainer, folder, loggers, samples, monitor)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if module.val_score is None:  # there was nothing left to train
             trainer.validate(module, datamodule=data, verbose=False)
         if not trainer.is_global_zero:
             return {}
+        device = resolve_device(settings.trainer.accelerator)
         tokens = trainer.global_step * monitor.tokens_per_step
         outcome = Outcome(module, device, data, trainer.global_step, tokens, monitor.average, about["revision"])
         summary = summarise(outcome, folder)

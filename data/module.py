@@ -181,11 +181,17 @@ class DataModule(lightning.LightningDataModule):
         return min(count, self.config.max_val_windows or count)
 
     @cached_property
-    def val_bytes(self) -> int:
+    def val_bytes(self) -> int | None:
         """UTF-8 bytes of the validation text that the validation windows cover.
 
-        All of it, or, under `max_val_windows`, the bytes of the targets (exact for byte-level tokenizers).
+        All of it, or, under `max_val_windows`, the bytes of the targets (exact for byte-level tokenizers). None, with
+        a warning, where the ids do not decode to the text: a tokenizer that drops what it does not know would
+        otherwise be paid for it in bits per byte.
         """
+        start = next(piece for _, piece in self._parts[1].corpus.pieces(self._parts[1].rows()[:1]))
+        if not self.tokenizer.keeps(start):
+            log.warning("the tokenizer does not give the text back as it was: no bits per byte are reported")
+            return None
         covered = self.val_windows * self.config.seq_len + 1
         if covered >= len(self.val):
             return self.val.manifest.text_bytes

@@ -100,9 +100,16 @@ class Tokenizer:
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
-    def stream(self) -> "StreamDecoder":
-        """A decoder for ids that come one at a time."""
-        return StreamDecoder(self._tokenizer, self._bytes if self._byte_level else None)
+    def stream(self, context: Sequence[int] = ()) -> "StreamDecoder":
+        """A decoder for ids that come one at a time, after the ids of `context`, whose text it does not repeat.
+
+        Tokenizers that mark the start of words need the context: alone, a first word has no space before it.
+        """
+        return StreamDecoder(self._tokenizer, self._bytes if self._byte_level else None, context)
+
+    def keeps(self, text: str) -> bool:
+        """Whether ids decode to this very text again: not where unknown characters or case are dropped."""
+        return self.decode(self.encode(text)) == text
 
     def token_bytes(self) -> NDArray[np.int64]:
         """UTF-8 bytes that each id stands for, [vocab_size]; 0 for special tokens and unused ids.
@@ -139,11 +146,13 @@ class StreamDecoder:
     For byte-level tokenizers the pieces and the flush together are exactly `decode` of all ids.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, pieces: list[bytes] | None) -> None:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, pieces: list[bytes] | None, context: Sequence[int] = ()
+    ) -> None:
         self._tokenizer, self._pieces = tokenizer, pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._ids: list[int] = []  # the last piece given out, as context, then what is held back
-        self._context = 0  # how many of them are context
+        self._ids = [int(token) for token in context[-8:]]  # what was given out, as context, then what is held back
+        self._context = len(self._ids)  # how many of them are context
 
     def push(self, token: int) -> str:
         """Text that this id completes, possibly none."""

@@ -15,6 +15,11 @@ from data import DataError, Tokenizer, load_tokenizer
 from kda_lm.errors import UserError
 from kda_lm.model import LM
 
+RESUMED_AS_IT_WAS = (
+    *("tokenizer", "model", "mixers", "text", "optimizer"),
+    *("seed", "batch_size", "seq_len", "isolate_documents"),
+)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -23,6 +28,7 @@ class Checkpoint:
     model: LM  # in evaluation mode; with weight averaging, the averaged weights
     tokenizer: Tokenizer
     data: dict[str, Any]  # options of the data it was trained on
+    text: tuple[str, str]  # keys of the token files it was trained and validated on
     step: int  # finished optimizer steps
 
 
@@ -59,7 +65,7 @@ def open_checkpoint(path: Path, device: torch.device, tokenizer_file: Path | Non
         tokenizer = (
             Tokenizer(about["tokenizer"], about["eot_token"])
             if tokenizer_file is None
-            else load_tokenizer(tokenizer_file)
+            else load_tokenizer(tokenizer_file, about["eot_token"])
         )
     except DataError as error:
         raise UserError(str(error)) from None
@@ -68,7 +74,7 @@ def open_checkpoint(path: Path, device: torch.device, tokenizer_file: Path | Non
             f"vocabulary mismatch: the tokenizer has {tokenizer.vocab_size} ids and the model of {path} "
             f"{model.config.vocab_size}; use the tokenizer it was trained with"
         )
-    return Checkpoint(model.eval().to(device), tokenizer, about["data"], contents["global_step"])
+    return Checkpoint(model.eval().to(device), tokenizer, about["data"], tuple(about["text"]), contents["global_step"])
 
 
 def check_resumable(path: Path, now: Mapping[str, Any]) -> int:
@@ -76,12 +82,15 @@ def check_resumable(path: Path, now: Mapping[str, Any]) -> int:
 
     Raises UserError: see read_checkpoint; another model, tokenizer, text or optimizer than the run had.
     """
+    if not path.is_file():
+        raise UserError(f"{path.parents[1]} has no checkpoint: it stopped before its first; start a new run instead")
     contents = read_checkpoint(path)
-    for name in ("tokenizer", "model", "mixers", "text", "optimizer", "batches"):
-        if contents["kda_lm"].get(name) != now[name]:
+    saved = {**contents["kda_lm"], **contents["kda_lm"].get("batches", {})}
+    for name, value in {**now, **now["batches"]}.items():
+        if name in RESUMED_AS_IT_WAS and saved.get(name) != value:
             raise UserError(
                 f"cannot resume from {path}: its {name} differs from what is configured now; a resumed run keeps its "
-                "model, tokenizer, text, optimizer, seed, batch_size and seq_len"
+                "model, tokenizer, text, optimizer, seed, batch_size, seq_len and isolate_documents"
             )
     step: int = contents["global_step"]
     return step

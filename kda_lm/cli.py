@@ -32,8 +32,9 @@ def one_line_errors(go_on: bool = False) -> Iterator[None]:
     except (UserError, DataError) as error:
         print("error:", str(error).replace("\n", " "), file=sys.stderr, flush=True)
         _failed = True
-        if not go_on:
-            sys.exit(getattr(error, "exit_status", UserError.exit_status))
+        status = getattr(error, "exit_status", UserError.exit_status)
+        if not go_on or status != UserError.exit_status:  # a signal is meant for all jobs
+            sys.exit(status)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
@@ -57,6 +58,7 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=r".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=r".*dataloader is not resumable.*|.*not\s+resumable.*")
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message=r".*FLOPs not found for.*")  # then the peak is measured
 
 
 def required_path(option: str, value: str | None) -> Path:

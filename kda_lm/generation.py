@@ -12,6 +12,8 @@ from torch import Tensor
 from kda_lm.device import Accelerator, Precision, resolve_device
 from kda_lm.model import LM
 
+GREEDY_TEMPERATURE = 1e-6  # below it float32 logits don't bear the division, and the likeliest token always wins
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -30,6 +32,8 @@ class SamplingConfig:
             raise ValueError(f"temperature is {self.temperature}; it takes 0 (the likeliest token) or more")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; it takes at least 1, or null for all")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it takes 0 to 2^63 − 1")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it takes more than 0, up to 1")
 
@@ -57,10 +61,9 @@ def draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator) -> 
     The temperature comes first, then top-k, then top-p on what is left. Draws on the CPU in float32, so that a seed
     means the same on every device.
     """
-    if config.temperature == 0:
+    if config.temperature < GREEDY_TEMPERATURE:
         return logits.argmax(dim=-1)
-    logits = logits.float().cpu()
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / config.temperature  # ≤ 0: no temperature overflows
+    logits = logits.float().cpu() / config.temperature
     if config.top_k is not None and config.top_k < logits.shape[-1]:
         values, order = logits.topk(config.top_k, dim=-1)
         logits = torch.full_like(logits, -torch.inf).scatter(-1, order, values)

@@ -55,9 +55,9 @@ class LMConfig:
 
     @property
     def pattern_name(self) -> str:
-        """The pattern in a word: [kda, kda, kda, softmax] is kda3-softmax."""
+        """The pattern in a word of at most 60 characters: [kda, kda, kda, softmax] is kda3-softmax."""
         runs = [(kind, len(list(group))) for kind, group in groupby(self.pattern)]
-        return "-".join(kind if count == 1 else f"{kind}{count}" for kind, count in runs)
+        return "-".join(kind if count == 1 else f"{kind}{count}" for kind, count in runs)[:60]
 
     @property
     def hidden(self) -> int:

@@ -15,15 +15,22 @@ import json
 import os
 import secrets
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from yaml import YAMLError
 
 from kda_lm.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 CONFIGS = Path(__file__).parents[1] / "configs"  # absolute, so that command lines start from anywhere
 RUN_DIR_VARIABLE = "KDA_LM_RUN_DIR"  # how the processes that a multi-device run starts find their run's folder
@@ -106,7 +113,23 @@ def refuse_existing(run_dir: str | None) -> None:
 
 
 def _exists(run_dir: str | None) -> UserError:
-    return UserError(f"run_dir {run_dir} exists already; choose another, or continue that run with resume={run_dir}")
+    resumable = (from_launch_dir(run_dir or "") / "checkpoints" / "last.ckpt").is_file()
+    also = f", or continue that run with resume={run_dir}" if resumable else ""
+    return UserError(f"run_dir {run_dir} exists already; choose another{also}")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep the run folder for this process; UserError if another trains in it."""
+    if fcntl is None or not is_first_process():
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"another process is training in {folder}") from None
+        yield
 
 
 def _new_folder(parent: Path, name: str) -> Path:
@@ -140,7 +163,9 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     """Raises UserError if `path` can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
@@ -148,7 +173,8 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 def resume_config(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, Path]:
     """The configuration of the run that `config.resume` names, changed by `overrides`, and its folder.
 
-    `config` is what the command line composed, `overrides` its words. Raises UserError: no such run, or an override
+    `config` is what the command line composed, `overrides` its words; the words count, for this run may have options
+    that the default configuration lacks. Raises UserError: no such run, or an override
     that is not an `option=value` of an option that the run has.
     """
     folder = from_launch_dir(config.resume)
@@ -162,14 +188,19 @@ def resume_config(config: DictConfig, overrides: Sequence[str]) -> tuple[DictCon
         resumed = None
     if not isinstance(resumed, DictConfig) or not resumed:
         raise UserError(f"resume={config.resume}: {path} is damaged")
+    if not {"data", "trainer"} <= resumed.keys():
+        raise UserError(f"resume={config.resume}: {path} is damaged")
     unknown = object()
-    for override in overrides:
-        name = override.partition("=")[0]
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        name = override.key_or_group
         if name == "resume":
             continue
         old = OmegaConf.select(resumed, name, default=unknown)
-        if old is unknown or isinstance(old, DictConfig) or name == "run_dir":
-            raise UserError(f"'{override}' cannot go with resume; single options can, such as trainer.max_steps=1000")
-        OmegaConf.update(resumed, name, OmegaConf.select(config, name))
+        if old is unknown or isinstance(old, DictConfig) or override.is_delete() or name == "run_dir":
+            raise UserError(
+                f"'{override.input_line}' cannot go with resume; single options of the run can, such as "
+                "trainer.max_steps=1000 (with + before those that the default configuration lacks)"
+            )
+        OmegaConf.update(resumed, name, override.value())
     resumed.data.cache_dir = config.data.cache_dir  # the user's place for caches now, not then
     return resumed, folder

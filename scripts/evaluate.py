@@ -12,6 +12,7 @@ from kda_lm.checkpoint import open_checkpoint
 from kda_lm.cli import one_line_errors, print_table, quiet_libraries, required_path
 from kda_lm.config import plain, read_config
 from kda_lm.device import arithmetic, resolve_device
+from kda_lm.errors import UserError
 from kda_lm.evaluation import EvaluationConfig, Score, evaluate
 from kda_lm.runs import CONFIGS, absolute_paths, from_launch_dir, write_json
 
@@ -40,6 +41,8 @@ def run(options: DictConfig) -> Score:
         seed=0,
         tokenizer=checkpoint.tokenizer,
     )
+    if config.text is None and config.tokenizer is None and data.val.manifest.key != checkpoint.text[1]:
+        raise UserError("the text that this checkpoint was trained on has changed since; say what to score with text=…")
     with arithmetic(config.precision, device):
         console = Console(stderr=True)
         batches = track(

@@ -31,7 +31,7 @@ def run(options: DictConfig) -> list[str]:
 
     # Every document starts with the end-of-text token, and so does what the model continues.
     prompt = [tokenizer.eot_id, *tokenizer.encode(config.prompt).tolist()]
-    decoders = [tokenizer.stream() for _ in range(config.num_samples)]
+    decoders = [tokenizer.stream(prompt) for _ in range(config.num_samples)]
     texts = [config.prompt] * config.num_samples
     show(config.prompt)
     with arithmetic(config.precision, device):

@@ -196,7 +196,8 @@ class Samples(Callback):
             ids = [stop, *self.tokenizer.encode(prompt).tolist()]
             with module.trainer.precision_plugin.forward_context():
                 drawn = [int(token) for token in generate(module.model, ids, 1, self.config, stop_id=stop)]
-            texts.append(prompt + self.tokenizer.decode(drawn))
+            decoder = self.tokenizer.stream(ids)
+            texts.append(prompt + "".join(decoder.push(token) for token in drawn if token != stop) + decoder.flush())
         module.train(training)
         return texts
 

@@ -65,23 +65,23 @@ class CSVMetrics(Logger):
             self._write_all()
         else:
             with self.path.open("a", newline="") as file:
-                csv.DictWriter(file, self._columns).writerow(self._rows[-1])
+                csv.DictWriter(file, self._columns, lineterminator="\n").writerow(self._rows[-1])
 
     def _read(self) -> None:
         """Earlier rows of a run that is resumed."""
         if self.path.is_file():
             with self.path.open(newline="") as file:
                 reader = csv.DictReader(file)
-                self._rows = [
-                    {**row, "step": int(row["step"])} for row in reader if int(row["step"]) <= self._resumed_step
-                ]
+                whole = [row for row in reader if (row.get("step") or "").isdigit()]  # a kill may have cut the last one
+                kept = [row for row in whole if int(row["step"]) <= self._resumed_step]
+                self._rows = [{**row, "step": int(row["step"])} for row in kept]
                 self._columns = list(reader.fieldnames or ["step"])
             self._write_all()
 
     def _write_all(self) -> None:
-        temporary = self.path.with_suffix(".tmp")
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
+            writer = csv.DictWriter(file, self._columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(self._rows)
         temporary.replace(self.path)

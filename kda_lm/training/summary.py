@@ -1,6 +1,8 @@
 """What a run says of itself: the table before it starts, the samples and the table at its end, summary.json."""
 
+import json
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,11 @@ def summarise(outcome: Outcome, folder: Path) -> dict[str, Any]:
     module, seq_len = outcome.module, outcome.data.config.seq_len
     model, score = module.model, module.val_score
     assert score is not None
+    path = folder / "summary.json"
     speed = outcome.tokens_per_second
+    if speed is None and path.is_file():  # a finished run that was resumed: nothing was trained just now
+        with suppress(ValueError):
+            speed = json.loads(path.read_text(encoding="utf-8")).get("tokens_per_second")
     cpu = platform.processor() or platform.machine()
     summary = {
         "steps": outcome.steps,
@@ -70,7 +76,7 @@ def summarise(outcome: Outcome, folder: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    write_json(folder / "summary.json", summary)
+    write_json(path, summary)
     rows = {
         "steps": f"{outcome.steps:,}",
         "training tokens": f"{outcome.tokens:,}",
