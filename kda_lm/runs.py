@@ -124,12 +124,14 @@ def locked(folder: Path) -> Iterator[None]:
     if fcntl is None or not is_first_process():
         yield
         return
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another process is training in {folder}") from None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+    except BlockingIOError:
+        raise UserError(f"another process is training in {folder}") from None
+    finally:
+        os.close(handle)
 
 
 def _new_folder(parent: Path, name: str) -> Path:

@@ -19,6 +19,7 @@ from data.tokenizers import byte_tokenizer
 from kda_lm.checkpoint import read_checkpoint
 from kda_lm.cli import one_line_errors
 from kda_lm.errors import UserError
+from kda_lm.runs import locked
 from scripts.evaluate import run as run_evaluate
 from scripts.sample import run as run_sample
 
@@ -176,7 +177,7 @@ def test_a_run_folder_that_exists(run: Run, refused: Refuse, tmp_path: Path) -> 
     (tmp_path / "taken" / "thesis.tex").write_text("years of work")
     before = (tmp_path / "taken").stat().st_mtime_ns
     line = refused(run, "taken")
-    assert "taken" in line and "resume=taken" in line
+    assert "taken exists already" in line and "resume" not in line  # there is nothing to go on with
     assert [p.name for p in (tmp_path / "taken").iterdir()] == ["thesis.tex"]
     assert (tmp_path / "taken").stat().st_mtime_ns == before
     (tmp_path / "file").write_text("")
@@ -203,7 +204,26 @@ def test_resuming_what_is_no_run(resume: Resume, refused: Refuse, tmp_path: Path
 
 def test_resuming_before_the_first_checkpoint(resume: Resume, refused: Refuse, copy: Path) -> None:
     shutil.rmtree(copy / "checkpoints")
-    assert "last.ckpt does not exist" in refused(resume, "copy")
+    assert "copy has no checkpoint" in refused(resume, "copy")
+
+
+def test_fewer_steps_than_the_run_has(resume: Resume, refused: Refuse, copy: Path) -> None:
+    before = (copy / "config.yaml").read_text()
+    assert "trainer.max_steps is 1; the run has" in refused(resume, "copy", "trainer.max_steps=1")
+    assert (copy / "config.yaml").read_text() == before
+
+
+def test_two_processes_in_one_run(resume: Resume, refused: Refuse, copy: Path) -> None:
+    with locked(copy):
+        assert "another process is training in" in refused(resume, "copy", "trainer.max_steps=100")
+
+
+def test_text_that_changed_is_not_scored_as_the_runs_own(run: Run, refused: Refuse, corpus: Path) -> None:
+    """The split is by documents: one more of them, and some that were trained on would validate."""
+    _, folder = run("scored")
+    corpus.write_text(corpus.read_text() + "\n\na paragraph more\n")
+    line = refused(run_evaluate, compose_config("evaluate", f"ckpt={folder / 'checkpoints' / 'last.ckpt'}"))
+    assert "has changed since" in line and "text=" in line
 
 
 @pytest.mark.parametrize("name, content", [("config.yaml", "{a: ["), ("config.yaml", ""), ("run.json", "{"),

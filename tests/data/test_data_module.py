@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import yaml
 
@@ -192,6 +193,16 @@ def test_bad_options_are_one_line(options: dict[str, Any], message: str) -> None
 def test_bad_arguments(make: Make, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         make(**arguments)
+
+
+def test_no_bits_per_byte_of_a_text_that_is_lost(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    vocab = {"[UNK]": 0, "[SEP]": 1, "the": 2}
+    lossy = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    lossy.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    lossy.save(str(tmp_path / "lossy.json"))
+    data = make(tokenizer="file", tokenizer_file=str(tmp_path / "lossy.json"))
+    assert data.val_bytes is None
+    assert "no bits per byte" in caplog.text
 
 
 def test_every_yaml_is_a_config(monkeypatch: pytest.MonkeyPatch) -> None:

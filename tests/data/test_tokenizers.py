@@ -176,6 +176,21 @@ def test_foreign_byte_fallback_stream() -> None:
     assert wrapped.token_bytes()[ids].sum() == len(" a👩 a".encode())
 
 
+def test_a_stream_goes_on_after_its_context() -> None:
+    """A continued text keeps the space before its first word."""
+    wrapped = Tokenizer(foreign().to_str())
+    stream = wrapped.stream([4, 5, 6])
+    assert [stream.push(i) for i in (4, 5, 6)] == [" hello", " wor", "ld"]
+    byte_level = byte_tokenizer().stream([104, 105])
+    assert byte_level.push(33) == "!"
+
+
+def test_lossy_tokenizers_are_told_apart() -> None:
+    assert byte_tokenizer().keeps(TRICKY)
+    assert Tokenizer(foreign().to_str()).keeps("hello world")
+    assert not Tokenizer(foreign().to_str()).keeps("hello moon")
+
+
 def test_end_of_text_token(tmp_path: Path) -> None:
     named = Tokenizer(foreign().to_str(), "[PAD]")
     assert named.eot_id == 3

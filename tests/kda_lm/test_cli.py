@@ -1,6 +1,7 @@
 """What command lines share: one line an error, and its exit status; tables; prompts as they were typed."""
 
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from support import compose_config
 from data import DataError
 from kda_lm.cli import one_line_errors, print_table, required_path
 from kda_lm.errors import UserError
+from kda_lm.training.stop import Stopped
 from scripts.sample import plain_prompt
 from scripts.sample import run as run_sample
 
@@ -152,3 +154,12 @@ def test_sampling_prints_prompt_and_text(
     assert run_sample(options) == texts
     greedy = run_sample(compose_config("sample", *words, "temperature=0", "top_k=1000"))
     assert greedy[0] == greedy[1] == greedy[2]
+
+
+def test_a_signal_ends_all_jobs() -> None:
+    """With `go_on` a bad job is reported and the next one starts; a signal is no bad job."""
+    with one_line_errors(go_on=True):
+        raise UserError("a bad job")
+    with pytest.raises(SystemExit) as caught, one_line_errors(go_on=True):
+        raise Stopped(signal.SIGTERM, 3, "runs/x")
+    assert caught.value.code == 128 + signal.SIGTERM

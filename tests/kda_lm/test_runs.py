@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from data import DataError
 from kda_lm import runs
 from kda_lm.config import read_config
 from kda_lm.errors import UserError
@@ -199,3 +200,29 @@ def test_resuming_a_finished_run(run: Run, resume: Resume) -> None:
 
 def test_run_folders_follow_the_environment_of_each_test() -> None:
     assert runs.RUN_DIR_VARIABLE not in os.environ
+
+
+def test_a_resume_after_the_text_moved(run: Run, resume: Resume, corpus: Path) -> None:
+    """The words of the command line count, `+` included: the default configuration has no data.files."""
+    run("moved", "trainer.max_steps=4")
+    corpus.rename("elsewhere.txt")
+    with pytest.raises(DataError, match="no such file"):
+        resume("moved", "trainer.max_steps=6")
+    assert resume("moved", "trainer.max_steps=6", "+data.files=elsewhere.txt")["steps"] == 6
+
+
+def test_metrics_survive_a_cut_line(run: Run, resume: Resume) -> None:
+    _, folder = run("cut")
+    with (folder / "metrics.csv").open("a") as file:
+        file.write("9,3.1")
+        file.write("\n,\n")
+    resume("cut", "trainer.max_steps=12")
+    steps = [line.split(",")[0] for line in (folder / "metrics.csv").read_text().splitlines()[1:]]
+    assert steps == [str(step) for step in range(1, 13)]
+
+
+def test_a_finished_run_keeps_its_speed(run: Run, resume: Resume) -> None:
+    summary, _ = run("done")
+    again = resume("done")
+    assert again["tokens_per_second"] == summary["tokens_per_second"] is not None
+    assert again["val/loss"] == summary["val/loss"]
