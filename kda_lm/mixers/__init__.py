@@ -1,7 +1,7 @@
 """Mixers: the layers that move information between tokens. Two classes, told apart by the key `mixer` of a config.
 
 A mixer is built by `build_mixer(dim, options)`, maps x [B, T, dim] to (y [B, T, dim], state), and tells its cost:
-`flops_per_token(length)` and `state_bytes(length, dtype)`.
+`num_parameters()`, `flops_per_token(length)` and `state_bytes(length, dtype)`.
 """
 
 from collections.abc import Mapping

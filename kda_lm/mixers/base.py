@@ -44,6 +44,9 @@ class Mixer(nn.Module):
         q, k, v = qkv.split(list(self.sizes), dim=-1)
         return Projected(q, k, v, conv_state)
 
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations a token of a forward pass over `length` tokens: 2 a weight of every matrix and
         convolution, and what mixing takes.

@@ -113,7 +113,7 @@ def set_weight(layer: nn.Linear, value: Tensor) -> None:
 def test_costs_by_hand(name: str, changes: dict[str, Any], parameters: dict[str, int], flops: int, state: int) -> None:
     """Two heads over 16 channels, 100 tokens; a chunk counts as 64 tokens."""
     layer = mixer(name, **changes)
-    assert sum(p.numel() for p in layer.parameters()) == sum(parameters.values())
+    assert layer.num_parameters() == sum(parameters.values())
     assert layer.flops_per_token(100) == flops
     assert layer.state_bytes(100, torch.float32) == state
     grows = isinstance(layer, SoftmaxMixer)
