@@ -107,7 +107,7 @@ def build(settings: Settings) -> tuple[TrainingModule, DataModule]:
     ).prepare()
     model_options = {**settings.options["model"], "vocab_size": data.vocab_size}
     model = LM(read_config(LMConfig, model_options, "model"), settings.options["mixers"])
-    model.backends(resolve_device(settings.trainer.accelerator))
+    model.backends(resolve_device(settings.trainer.accelerator))  # refuses what is not to be had there
     metadata = {
         "tokenizer": data.tokenizer.json,
         "eot_token": data.tokenizer.eot_token,

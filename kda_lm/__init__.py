@@ -1,0 +1,4 @@
+"""The language model, and how it is trained, evaluated and sampled.
+
+Knows the kernels through their public functions and the data through its DataModule; see the README's map.
+"""

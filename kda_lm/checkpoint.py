@@ -15,10 +15,9 @@ from data import DataError, Tokenizer, load_tokenizer
 from kda_lm.errors import UserError
 from kda_lm.model import LM
 
-RESUMED_AS_IT_WAS = (
-    *("tokenizer", "model", "mixers", "text", "optimizer"),
-    *("seed", "batch_size", "seq_len", "isolate_documents"),
-)
+# What must be as it was for a resumed run to be the same run: the model, its data, and the order of its batches.
+RESUMED_AS_IT_WAS = ["tokenizer", "model", "mixers", "text", "optimizer"]
+RESUMED_AS_IT_WAS += ["seed", "batch_size", "seq_len", "isolate_documents"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def open_checkpoint(path: Path, device: torch.device, tokenizer_file: Path | None = None) -> Checkpoint:
     """The model on `device`, with its own tokenizer or that of `tokenizer_file`.
 
-    Raises UserError: see read_checkpoint; a tokenizer whose vocabulary is not the model's.
+    Raises UserError: see read_checkpoint; a tokenizer whose vocabulary is not the model's; kernels that `device` lacks.
     """
     contents = read_checkpoint(path)
     about = contents["kda_lm"]
@@ -74,13 +73,14 @@ def open_checkpoint(path: Path, device: torch.device, tokenizer_file: Path | Non
             f"vocabulary mismatch: the tokenizer has {tokenizer.vocab_size} ids and the model of {path} "
             f"{model.config.vocab_size}; use the tokenizer it was trained with"
         )
+    model.backends(device)  # refuses what is not to be had there
     return Checkpoint(model.eval().to(device), tokenizer, about["data"], tuple(about["text"]), contents["global_step"])
 
 
 def check_resumable(path: Path, now: Mapping[str, Any]) -> int:
     """The finished steps of the checkpoint at `path`, whose run is to go on with what `now` says of it.
 
-    Raises UserError: see read_checkpoint; another model, tokenizer, text or optimizer than the run had.
+    Raises UserError: no checkpoint yet; see read_checkpoint; anything of RESUMED_AS_IT_WAS that differs.
     """
     if not path.is_file():
         raise UserError(f"{path.parents[1]} has no checkpoint: it stopped before its first; start a new run instead")

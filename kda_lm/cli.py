@@ -56,7 +56,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Advice for loops that Lightning's defaults describe; ours differ on purpose.
     warnings.filterwarnings("ignore", message=r".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=r".*dataloader is not resumable.*|.*not\s+resumable.*")
+    warnings.filterwarnings("ignore", message=r".*not\s+resumable.*")
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=r".*FLOPs not found for.*")  # then the peak is measured
 

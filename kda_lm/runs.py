@@ -1,6 +1,6 @@
 """The run folder: everything that one training run leaves behind.
 
-runs/2026-01-31_12-00-00_hybrid/
+runs/2026-01-31_12-00-00_kda3-softmax/
     config.yaml      the resolved configuration
     run.json         the run's id in wandb, start, and git revision ("dirty" if the work tree differed from it)
     tokenizer.json   what turned text into tokens
@@ -126,10 +126,11 @@ def locked(folder: Path) -> Iterator[None]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is training in {folder}") from None
         yield
-    except BlockingIOError:
-        raise UserError(f"another process is training in {folder}") from None
     finally:
         os.close(handle)
 
@@ -176,8 +177,8 @@ def resume_config(config: DictConfig, overrides: Sequence[str]) -> tuple[DictCon
     """The configuration of the run that `config.resume` names, changed by `overrides`, and its folder.
 
     `config` is what the command line composed, `overrides` its words; the words count, for this run may have options
-    that the default configuration lacks. Raises UserError: no such run, or an override
-    that is not an `option=value` of an option that the run has.
+    that the default configuration lacks. Raises UserError: no such run, a damaged one, or an override that is not an
+    `option=value` of an option that the run has.
     """
     folder = from_launch_dir(config.resume)
     path = folder / "config.yaml"
@@ -188,9 +189,7 @@ def resume_config(config: DictConfig, overrides: Sequence[str]) -> tuple[DictCon
         resumed = OmegaConf.load(path)
     except (OSError, YAMLError):
         resumed = None
-    if not isinstance(resumed, DictConfig) or not resumed:
-        raise UserError(f"resume={config.resume}: {path} is damaged")
-    if not {"data", "trainer"} <= resumed.keys():
+    if not isinstance(resumed, DictConfig) or not {"data", "trainer"} <= resumed.keys():
         raise UserError(f"resume={config.resume}: {path} is damaged")
     unknown = object()
     for override in OverridesParser.create().parse_overrides(list(overrides)):

@@ -25,7 +25,6 @@ def run(options: DictConfig) -> Score:
     tokenizer = None if config.tokenizer is None else from_launch_dir(config.tokenizer)
     checkpoint = open_checkpoint(path, device, tokenizer)
 
-    checkpoint.model.backends(device)
     data_options = {**checkpoint.data, "val_batch_size": config.batch_size, "max_val_windows": None}
     if config.text is not None:
         text = absolute_paths({"files": config.text})["files"]

@@ -26,11 +26,9 @@ def run(options: DictConfig) -> list[str]:
     device = resolve_device(config.accelerator)
     tokenizer_file = None if config.tokenizer is None else from_launch_dir(config.tokenizer)
     checkpoint = open_checkpoint(required_path("ckpt", config.ckpt), device, tokenizer_file)
-    checkpoint.model.backends(device)
     tokenizer = checkpoint.tokenizer
 
-    # Every document starts with the end-of-text token, and so does what the model continues.
-    prompt = [tokenizer.eot_id, *tokenizer.encode(config.prompt).tolist()]
+    prompt = tokenizer.begin(config.prompt)
     decoders = [tokenizer.stream(prompt) for _ in range(config.num_samples)]
     texts = [config.prompt] * config.num_samples
     show(config.prompt)

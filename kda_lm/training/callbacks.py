@@ -193,7 +193,7 @@ class Samples(Callback):
         stop = self.tokenizer.eot_id
         texts = []
         for prompt in self.config.prompts:
-            ids = [stop, *self.tokenizer.encode(prompt).tolist()]
+            ids = self.tokenizer.begin(prompt)
             with module.trainer.precision_plugin.forward_context():
                 drawn = [int(token) for token in generate(module.model, ids, 1, self.config, stop_id=stop)]
             decoder = self.tokenizer.stream(ids)

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,7 @@ from kda_lm.errors import UserError
 class Stopped(UserError):
     """The run ended early because a signal asked for it; everything up to its last step is saved."""
 
-    def __init__(self, signum: int, step: int, run_dir: Any) -> None:
+    def __init__(self, signum: int, step: int, run_dir: Path) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}; go on with resume={run_dir}")
         self.exit_status = 128 + signum
 

@@ -161,5 +161,5 @@ def test_a_signal_ends_all_jobs() -> None:
     with one_line_errors(go_on=True):
         raise UserError("a bad job")
     with pytest.raises(SystemExit) as caught, one_line_errors(go_on=True):
-        raise Stopped(signal.SIGTERM, 3, "runs/x")
+        raise Stopped(signal.SIGTERM, 3, Path("runs/x"))
     assert caught.value.code == 128 + signal.SIGTERM

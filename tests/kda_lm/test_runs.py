@@ -15,7 +15,7 @@ from data import DataError
 from kda_lm import runs
 from kda_lm.config import read_config
 from kda_lm.errors import UserError
-from kda_lm.runs import create_run_folder, from_launch_dir, git_revision, identity, resume_config
+from kda_lm.runs import create_run_folder, from_launch_dir, git_revision, identity, locked, resume_config
 from kda_lm.training.config import RunConfig
 
 Run = Callable[..., tuple[dict[str, Any], Path]]
@@ -226,3 +226,11 @@ def test_a_finished_run_keeps_its_speed(run: Run, resume: Resume) -> None:
     again = resume("done")
     assert again["tokens_per_second"] == summary["tokens_per_second"] is not None
     assert again["val/loss"] == summary["val/loss"]
+
+
+def test_the_lock_speaks_of_itself_only(tmp_path: Path) -> None:
+    """A blocked write of the run's own is not another process's run."""
+    with pytest.raises(BlockingIOError), locked(tmp_path):
+        raise BlockingIOError
+    with locked(tmp_path), pytest.raises(UserError, match="another process"), locked(tmp_path):
+        pass
