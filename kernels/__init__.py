@@ -22,14 +22,16 @@ Shapes   q, k [B, T, H, K]; v, o [B, T, HV, V]; g [B, T, HV] or [B, T, HV, K]; b
 State    [N, HV, K, V], N = B or the number of packed sequences. What a call returns goes into the next as
          `initial_state`, from either form; a call never changes the state it was given.
 Dtypes   Any floating inputs. Arithmetic and state are float32 (float64 as soon as q, k or v is), under autocast too;
-         o has v's dtype.
+         o has v's dtype. The chunkwise Triton kernels multiply bfloat16 as it is, float16 in TF32, and sum
+         in float32.
 g        Any log-decay in [−inf, 0]; −inf forgets everything before its token.
 Packing  cu_seqlens [N + 1]: boundaries of N sequences along T, with B = 1. Empty sequences are allowed.
-Backend  "auto", "torch" or "reference" (token by token, for comparison); `resolve_backend` says what "auto" is.
+Backend  "triton" (GPUs from sm_80 on; 16 or 32 bits, K and V ≤ 256), "torch" (anything), "reference" (token by token,
+         for comparison) or "auto": triton where it can run, else torch; `resolve_backend` says which.
 Errors   ValueError for wrong shapes and values, TypeError for wrong types and dtypes.
 """
 
-from kernels.checks import BACKENDS, resolve_backend
+from kernels.checks import BACKENDS, PLAIN_BACKENDS, resolve_backend
 from kernels.named import (
     chunk_delta_rule,
     chunk_gated_delta_rule,
@@ -51,6 +53,7 @@ from kernels.softmax import softmax_attention
 __all__ = [
     "BACKENDS",
     "DECAYS",
+    "PLAIN_BACKENDS",
     "RULES",
     "chunk",
     "chunk_delta_rule",

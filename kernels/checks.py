@@ -3,23 +3,60 @@
 Wrong shapes and values are ValueErrors, wrong types and dtypes TypeErrors.
 """
 
+import importlib.util
+import os
+from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-BACKENDS = ("auto", "torch", "reference")
+BACKENDS = ("auto", "triton", "torch", "reference")  # of the recurrence
+PLAIN_BACKENDS = ("auto", "torch", "reference")  # of what has no Triton kernel
+
+OLDEST_TRITON = (3, 6)
+OLDEST_CAPABILITY = (8, 0)
 
 
-def resolve_backend(backend: str, device: torch.device | str) -> str:
-    """The implementation that runs for tensors on `device`: "torch" or "reference". "auto" is torch everywhere."""
-    if backend == "triton":
-        raise ValueError(
-            f"backend: got 'triton' for {device}, but this release has no Triton kernels yet; "
-            f"accepted: {', '.join(BACKENDS)}"
-        )
-    check_choice("backend", backend, BACKENDS)
-    return "torch" if backend == "auto" else backend
+def resolve_backend(backend: str, device: torch.device | str, accepted: tuple[str, ...] = BACKENDS) -> str:
+    """The implementation that runs for tensors on `device`: "triton", "torch" or "reference".
+
+    "auto" is triton on a GPU that it supports, for what has such kernels, else torch. It looks at neither shapes nor
+    values.
+    """
+    if backend == "triton" and backend in accepted:
+        missing = missing_for_triton(torch.device(device))
+        if missing:
+            others = ", ".join(name for name in accepted if name != "triton")
+            raise ValueError(f"backend: got 'triton' for {device}, which needs {missing}; accepted here: {others}")
+    check_choice("backend", backend, accepted)
+    if backend != "auto":
+        return backend
+    return "torch" if "triton" not in accepted or missing_for_triton(torch.device(device)) else "triton"
+
+
+@torch.compiler.assume_constant_result
+def missing_for_triton(device: torch.device) -> str | None:
+    """What the Triton kernels lack on `device`, None if nothing."""
+    return _missing_for_triton(device)
+
+
+@cache
+def _missing_for_triton(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton"
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
+        return f"triton {'.'.join(map(str, OLDEST_TRITON))} or later (here {triton.__version__})"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "an NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+        return f"a GPU of compute capability {'.'.join(map(str, OLDEST_CAPABILITY))} or later"
+    return None
 
 
 def check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
@@ -63,10 +100,10 @@ def check_groups(name: str, heads: int, others: str, groups: int) -> None:
         raise ValueError(f"{name}: got {heads} heads, accepted: a multiple of the {groups} heads of {others}")
 
 
-def read_cu_seqlens(cu_seqlens: Tensor | None, B: int, T: int) -> list[int] | None:
-    """The boundaries on the host: one read, the only one that a call makes."""
+def check_cu_seqlens(cu_seqlens: Tensor | None, B: int) -> None:
+    """Everything about the boundaries but their values."""
     if cu_seqlens is None:
-        return None
+        return
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: got {got}, accepted: an int32 or int64 tensor [N + 1]")
@@ -74,8 +111,32 @@ def read_cu_seqlens(cu_seqlens: Tensor | None, B: int, T: int) -> list[int] | No
         raise ValueError(f"cu_seqlens: got shape {list(cu_seqlens.shape)}, accepted: [N + 1] with N ≥ 1")
     if B != 1:
         raise ValueError(f"cu_seqlens: got a batch of {B}, accepted: B = 1, the sequences packed along T")
+
+
+class _LastRead(NamedTuple):
+    cu_seqlens: Tensor
+    version: int
+    T: int
+    bounds: list[int]
+
+
+_last_read: _LastRead | None = None
+
+
+def read_cu_seqlens(cu_seqlens: Tensor | None, B: int, T: int) -> list[int] | None:
+    """The boundaries on the host. A tensor that comes again, as in every layer of a model, is not read again: on a GPU
+    a read waits for all that was asked of it before.
+    """
+    global _last_read
+    check_cu_seqlens(cu_seqlens, B)
+    if cu_seqlens is None:
+        return None
+    last, version = _last_read, cu_seqlens._version
+    if last is not None and last.cu_seqlens is cu_seqlens and (last.version, last.T) == (version, T):
+        return last.bounds
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in pairwise(bounds)):
         shown = bounds if len(bounds) <= 16 else [*bounds[:8], "…", *bounds[-7:]]
         raise ValueError(f"cu_seqlens: got {shown}, accepted: boundaries from 0 to T = {T} that never decrease")
+    _last_read = _LastRead(cu_seqlens, version, T, bounds)
     return bounds

@@ -5,6 +5,7 @@ key norm, gate, write strength, normaliser, choice of the implementation. The pa
 the conventions.
 """
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from kernels import chunk_torch, recurrent_torch, reference
 from kernels.checks import (
     check_choice,
+    check_cu_seqlens,
     check_groups,
     check_scale,
     check_tensor,
@@ -26,13 +28,28 @@ DECAYS = ("none", "scalar", "channel")
 
 NORM_EPS = 1e-6  # under the root of the query and key norm
 NORMALIZER_EPS = 1e-10  # added to zᵀq
+WIDEST_FOR_TRITON = 256  # key or value channels of a head
+
+TRITON: dict[str, dict[str, Callable[..., tuple[Tensor, Tensor]]]] = {"chunk": {}, "recurrent": {}}
+if importlib.util.find_spec("triton") is not None:
+    from kernels.gpu.chunk import chunk as _triton_chunk
+    from kernels.gpu.recurrent import recurrent as _triton_recurrent
+
+    TRITON = {"chunk": {"triton": _triton_chunk}, "recurrent": {"triton": _triton_recurrent}}
 
 Result = tuple[Tensor, Tensor | None]
 Function = Callable[..., Result]
 
 
-def _generic(name: str, form: str, implementations: dict[str, Callable[..., tuple[Tensor, Tensor]]]) -> Function:
-    """`chunk` or `fused_recurrent`: the same options in front of one implementation per backend."""
+def _generic(
+    name: str,
+    form: str,
+    implementations: dict[str, Callable[..., tuple[Tensor, Tensor]]],
+) -> Function:
+    """`chunk` or `fused_recurrent`: the same options in front of one implementation per backend.
+
+    The Triton kernels do norm, gate and sigmoid themselves; for the others they are done here.
+    """
 
     def function(
         q: Tensor,
@@ -69,27 +86,40 @@ def _generic(name: str, form: str, implementations: dict[str, Callable[..., tupl
         _check_beta(rule, q, (B, T, HV), beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         if normalize and rule == "delta":
             raise ValueError("normalize: got True for rule='delta', accepted: only for rule='additive'")
-        bounds = read_cu_seqlens(cu_seqlens, B, T)
+        check_cu_seqlens(cu_seqlens, B)
         dtype = reference.compute_dtype(q, k, v)
         if initial_state is not None:
-            N = B if bounds is None else len(bounds) - 1
+            N = B if cu_seqlens is None else len(cu_seqlens) - 1
             width = V + 1 if normalize else V
             check_tensor("initial_state", initial_state, "N, HV, K, V", (N, HV, K, width), q, dtype)
-        implementation = implementations[resolve_backend(backend, q.device)]
+        chosen = resolve_backend(backend, q.device)
+        if chosen == "triton" and not _fits_triton(dtype, K, V + normalize, backend):
+            chosen = "torch"
+        # A compiled model cannot stop to read values; the kernels only read cu_seqlens on the GPU.
+        bounds = None
+        if chosen != "triton" or not torch.compiler.is_compiling():
+            bounds = read_cu_seqlens(cu_seqlens, B, T)
+        factor = 1.0 if normalize else K**-0.5 if scale is None else scale
+        values = v
+        if normalize:
+            values = F.pad(v if chosen == "triton" else v.to(dtype), (0, 1), value=1.0)  # [B, T, HV, V + 1]
 
         with torch.autocast(q.device.type, enabled=False):
-            if use_qk_l2norm_in_kernel:
-                q, k = _l2norm(q.to(dtype)), _l2norm(k.to(dtype))
-            if use_gate_in_kernel and g is not None and A_log is not None:
-                g = _log_decay(g.to(dtype), A_log.to(dtype), dt_bias)
-            if use_beta_sigmoid_in_kernel and beta is not None:
-                beta = beta.to(dtype).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
-            if not normalize:
-                factor = K**-0.5 if scale is None else scale
-                o, state = implementation(q, k, v, g, beta, factor, initial_state, bounds)
+            if chosen == "triton":
+                sigmoid = 0.0 if not use_beta_sigmoid_in_kernel else 2.0 if allow_neg_eigval else 1.0
+                boundaries = None if cu_seqlens is None else cu_seqlens.to(q.device)
+                tensors = (q, k, values, g, beta, A_log, dt_bias, initial_state, boundaries)
+                options = (factor, rule, decay, use_qk_l2norm_in_kernel, sigmoid, normalize)
+                o, state = implementations["triton"](*tensors, *options)
             else:
-                ones = F.pad(v.to(dtype), (0, 1), value=1.0)  # [B, T, HV, V + 1]
-                o, state = implementation(q, k, ones, g, beta, 1.0, initial_state, bounds)
+                if use_qk_l2norm_in_kernel:
+                    q, k = _l2norm(q.to(dtype)), _l2norm(k.to(dtype))
+                if use_gate_in_kernel and g is not None and A_log is not None:
+                    g = _log_decay(g.to(dtype), A_log.to(dtype), dt_bias)
+                if use_beta_sigmoid_in_kernel and beta is not None:
+                    beta = beta.to(dtype).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
+                o, state = implementations[chosen](q, k, values, g, beta, factor, initial_state, bounds)
+            if normalize:
                 o = (o[..., :V] / (o[..., V:] + NORMALIZER_EPS)).to(v.dtype)
             return o, state if output_final_state else None
 
@@ -121,6 +151,17 @@ def _generic(name: str, form: str, implementations: dict[str, Callable[..., tupl
         o [B, T, HV, V] in v's dtype, and the last state [N, HV, K, V] in the compute dtype or None.
     """
     return function
+
+
+def _fits_triton(dtype: torch.dtype, K: int, V: int, backend: str) -> bool:
+    """Whether the Triton kernels take these; if not, "auto" goes without and "triton" is refused."""
+    fits = dtype == torch.float32 and max(K, V) <= WIDEST_FOR_TRITON
+    if not fits and backend == "triton":
+        raise ValueError(
+            f"backend: got 'triton' for K = {K}, V = {V} in {dtype}, accepted: K, V ≤ {WIDEST_FOR_TRITON} in 16 or 32 "
+            "bits; backend='torch' takes any"
+        )
+    return fits
 
 
 def _check_gate(
@@ -182,10 +223,10 @@ def _log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
 chunk = _generic(
     "chunk",
     "in chunks of tokens: for training and long prompts",
-    {"torch": chunk_torch.chunk, "reference": reference.recurrence},
+    {**TRITON["chunk"], "torch": chunk_torch.chunk, "reference": reference.recurrence},
 )
 fused_recurrent = _generic(
     "fused_recurrent",
     "token by token: for decoding",
-    {"torch": recurrent_torch.recurrent, "reference": reference.recurrence},
+    {**TRITON["recurrent"], "torch": recurrent_torch.recurrent, "reference": reference.recurrence},
 )

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.checks import check_choice, check_tensor, read_cu_seqlens, resolve_backend
+from kernels.checks import PLAIN_BACKENDS, check_choice, check_tensor, read_cu_seqlens, resolve_backend
 from kernels.reference import compute_dtype
 
 MAX_WIDTH = 8
@@ -53,7 +53,7 @@ def short_convolution(
     if initial_state is None:
         initial_state = x.new_zeros(N, history, D)
     check_tensor("initial_state", initial_state, "N, W − 1, D", (N, history, D), x, x.dtype)
-    resolve_backend(backend, x.device)
+    resolve_backend(backend, x.device, PLAIN_BACKENDS)
 
     state = None
     if bounds is None:

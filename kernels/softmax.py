@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
-from kernels.checks import check_groups, check_scale, check_tensor, read_cu_seqlens, resolve_backend
+from kernels.checks import PLAIN_BACKENDS, check_groups, check_scale, check_tensor, read_cu_seqlens, resolve_backend
 
 
 def softmax_attention(
@@ -45,7 +45,7 @@ def softmax_attention(
     if cu_seqlens is not None and T != S:
         raise ValueError(f"cu_seqlens: got T = {T} queries for S = {S} keys, accepted: T = S")
     bounds = read_cu_seqlens(cu_seqlens, B, T)
-    if resolve_backend(backend, q.device) == "reference":
+    if resolve_backend(backend, q.device, PLAIN_BACKENDS) == "reference":
         return reference.softmax_attention(q, k, v, D**-0.5 if scale is None else scale, bounds)
 
     if bounds is None:

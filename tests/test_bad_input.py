@@ -91,7 +91,8 @@ def ckpt(trained: Path) -> Path:
         ("mixers.kda.num_heads=5", "num_heads 5 16"),
         ("mixers.softmax.num_kv_heads=3", "num_kv_heads 3 num_heads 2"),
         ("mixers.kda=null", "mixers.kda"),
-        ("mixers.kda.backend=triton", "triton"),
+        ("mixers.kda.backend=triton", "mixers 'triton' auto torch reference"),  # on a CPU
+        ("mixers.softmax.backend=triton", "mixers.softmax.backend 'triton' auto torch reference"),
         ("optim.lr=-1", "lr positive"),
         ("optim.lr=.nan", "lr"),
         ("optim.lr=fast", "optim.lr 'fast' number"),

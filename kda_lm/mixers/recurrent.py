@@ -47,7 +47,7 @@ class RecurrentConfig:
     output_norm: bool = True  # RMSNorm over each value head
     output_gate: Literal["none", "low_rank", "full"] = "low_rank"
     output_gate_activation: Literal["sigmoid", "silu"] = "sigmoid"
-    backend: Literal["auto", "torch", "reference"] = "auto"  # which kernel implementation runs
+    backend: Literal["auto", "triton", "torch", "reference"] = "auto"  # which kernel implementation runs
 
     def __post_init__(self) -> None:
         if self.num_heads < 1:
@@ -79,6 +79,8 @@ class RecurrentState(NamedTuple):
 
 class RecurrentMixer(Mixer):
     """See the module's docstring; x [B, T, dim] → y [B, T, dim] and the state after the last token."""
+
+    backends = kernels.BACKENDS
 
     def __init__(self, dim: int, config: RecurrentConfig) -> None:
         heads, value_heads = config.num_heads, config.value_heads

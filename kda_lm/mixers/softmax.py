@@ -56,6 +56,8 @@ class SoftmaxState(NamedTuple):
 class SoftmaxMixer(Mixer):
     """See the module's docstring; x [B, T, dim] → y [B, T, dim] and the state after the last token."""
 
+    backends = kernels.PLAIN_BACKENDS
+
     def __init__(self, dim: int, config: SoftmaxConfig) -> None:
         if dim % config.num_heads:
             raise ValueError(f"dim = {dim} must be a multiple of num_heads = {config.num_heads}")

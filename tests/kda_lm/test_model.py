@@ -454,6 +454,12 @@ def test_what_is_wrong_is_said_in_one_line(model: dict[str, Any], mixer: dict[st
     assert all(word in message for word in words), message
 
 
+def test_triton_needs_a_gpu() -> None:
+    with pytest.raises(UserError, match=r"^mixers.*'triton'.*auto, torch, reference") as caught:
+        build(backend="triton").backends(torch.device("cpu"))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -463,6 +469,7 @@ def test_what_is_wrong_is_said_in_one_line(model: dict[str, Any], mixer: dict[st
         ({"num_heads": 3}, ["dim = 16", "num_heads = 3"]),
         ({"rope_theta": 0.0}, ["rope_theta is 0.0", "positive"]),
         ({"qk_norm": "l2"}, ["qk_norm", "'l2'", "rms, none"]),
+        ({"backend": "triton"}, ["backend", "'triton'", "auto, torch, reference"]),
     ],
 )
 def test_softmax_refusals(changes: dict[str, Any], words: list[str]) -> None:

@@ -53,6 +53,40 @@ def make_inputs(
     return {name: x.to(dtype) for name, x in inputs.items()}
 
 
+def make_raw(
+    rule: str,
+    decay: str,
+    T: int,
+    bias: bool = True,
+    spread: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+    **sizes: int | None,
+) -> Inputs:
+    """What norm, gate and sigmoid in the kernel are for: keys of any length, short enough for the norm's 1e-6 to show;
+    raw gates and write strengths, with a `spread` of 8 far into both tails."""
+    inputs = make_inputs(rule, decay, T, **sizes)
+    rng = torch.Generator().manual_seed(2)
+    inputs["q"], inputs["k"] = 3 * inputs["q"], 0.01 * inputs["k"]
+    for name in ("g", "beta"):
+        if name in inputs:
+            inputs[name] = spread * torch.randn(inputs[name].shape, generator=rng, dtype=torch.float64)
+    if decay != "none":
+        inputs["A_log"] = torch.randn(inputs["v"].shape[2], generator=rng, dtype=torch.float64)
+        if bias:
+            inputs["dt_bias"] = torch.randn(inputs["g"].shape[2:].numel(), generator=rng, dtype=torch.float64)
+    return {name: x.to(dtype) for name, x in inputs.items()}
+
+
+def raw_options(inputs: Inputs, negative: bool = False) -> dict[str, bool]:
+    """The options that go with `make_raw`."""
+    return {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": "A_log" in inputs,
+        "use_beta_sigmoid_in_kernel": "beta" in inputs,
+        "allow_neg_eigval": negative and "beta" in inputs,
+    }
+
+
 def _sprinkled(value: float) -> Callable[[Tensor, torch.Generator], Tensor]:
     """Mild gates, a tenth of them replaced by `value`; all of the first and the last token's, too."""
 
@@ -85,9 +119,9 @@ def evaluate(function: Callable[..., tuple[Tensor, Tensor | None]], inputs: Inpu
     o, state = function(**leaves, output_final_state=True, **options)
     assert state is not None
     rng = torch.Generator().manual_seed(1)
-    total = sum((x.double() * torch.randn(x.shape, generator=rng, dtype=torch.float64)).sum() for x in (o, state))
-    assert isinstance(total, Tensor)
-    total.backward()
+    # Rounded, so that a 16-bit output has the same gradient as a float64 one.
+    weights = [torch.randn(x.shape, generator=rng).bfloat16().to(x.device, torch.float64) for x in (o, state)]
+    ((o.double() * weights[0]).sum() + (state.double() * weights[1]).sum()).backward()
     grads = {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
     assert len(grads) == len(leaves)
     return {"o": o.detach(), "state": state.detach(), **grads}

@@ -1,13 +1,15 @@
 """What the public functions refuse: the message names the argument, what it got and what is accepted."""
 
 import inspect
+import re
 from typing import Any
 
 import pytest
 import torch
 
 import kernels
-from kernels import chunk, chunk_kda, fused_recurrent, resolve_backend, short_convolution, softmax_attention
+from kernels import BACKENDS, chunk, chunk_kda, fused_recurrent, resolve_backend, short_convolution, softmax_attention
+from kernels.checks import read_cu_seqlens
 
 B, T, H, HV, K, V = 1, 6, 2, 4, 8, 5
 
@@ -63,8 +65,8 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
         "initial_state: got shape",
         {"cu_seqlens": torch.tensor([0, 3, 6]), "initial_state": torch.zeros(1, HV, K, V)},
     ),
-    (ValueError, "backend: got 'triton'.*accepted: auto, torch, reference", {"backend": "triton"}),
-    (ValueError, "backend: got 'cuda'", {"backend": "cuda"}),
+    (ValueError, "backend: got 'triton' for cpu", {"backend": "triton"}),
+    (ValueError, "backend: got 'cuda', accepted: auto, triton, torch, reference", {"backend": "cuda"}),
     (TypeError, "chunk_size", {"chunk_size": 64}),
     (TypeError, "normalize", {"normalize": True}),
 ]
@@ -131,11 +133,63 @@ def test_nothing_is_swallowed(name: str) -> None:
     assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
 
 
-def test_resolve_backend() -> None:
-    assert resolve_backend("auto", "cpu") == resolve_backend("auto", torch.device("cuda")) == "torch"
-    assert resolve_backend("reference", "cpu") == "reference"
-    with pytest.raises(ValueError, match="no Triton kernels yet"):
-        resolve_backend("triton", "cuda")
+def test_resolve_backend_on_a_cpu() -> None:
+    assert BACKENDS == ("auto", "triton", "torch", "reference")
+    for device in ("cpu", torch.device("cpu"), torch.device("meta")):
+        assert resolve_backend("auto", device) == resolve_backend("torch", device) == "torch"
+        assert resolve_backend("reference", device) == "reference"
+    refused = "backend: got 'triton' for cpu, which needs an NVIDIA GPU; accepted here: auto, torch, reference"
+    for device in ("cpu", torch.device("cpu")):
+        with pytest.raises(ValueError, match=f"^{re.escape(refused)}$"):
+            resolve_backend("triton", device)
+
+
+@pytest.mark.parametrize("form", [chunk, fused_recurrent], ids=lambda form: form.__name__)
+def test_auto_is_torch_on_a_cpu(form: Any) -> None:
+    rng = torch.Generator().manual_seed(0)
+    q, k, v, g, beta = (torch.rand(x.shape, generator=rng) for x in kda_arguments().values())
+    results = [form(q, k, v, -g, beta, rule="delta", decay="channel", backend=x)[0] for x in ("auto", "torch")]
+    assert torch.equal(*results)
+
+
+def test_boundaries_are_read_once() -> None:
+    """And again after a change in place, for another T, or from another tensor with the same values."""
+    cu_seqlens = torch.tensor([0, 2, 6])
+    first = read_cu_seqlens(cu_seqlens, 1, 6)
+    assert first == [0, 2, 6]
+    reads: list[torch.Tensor] = []
+
+    class Watched(torch.Tensor):
+        def tolist(self) -> Any:
+            reads.append(self)
+            return super().tolist()
+
+    watched = cu_seqlens.as_subclass(Watched)
+    for _ in range(3):
+        assert read_cu_seqlens(watched, 1, 6) == [0, 2, 6]
+    assert len(reads) == 1
+    watched[1] = 3
+    assert read_cu_seqlens(watched, 1, 6) == [0, 3, 6] and len(reads) == 2
+    with pytest.raises(ValueError, match=r"cu_seqlens: got \[0, 3, 6\], accepted: .*T = 7"):
+        read_cu_seqlens(watched, 1, 7)
+    assert read_cu_seqlens(cu_seqlens.clone(), 1, 6) == [0, 3, 6]
+
+
+def test_wrong_boundaries_are_refused_every_time() -> None:
+    """Also where the same tensor was right before, and where what is wrong is not its values."""
+    cu_seqlens = torch.tensor([0, 2, 6])
+    arguments = kda_arguments()
+    chunk_kda(**arguments, cu_seqlens=cu_seqlens)
+    for wrong in (7, -1):
+        cu_seqlens[1] = wrong
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"cu_seqlens: got \[0, {wrong}, 6\]"):
+                chunk_kda(**arguments, cu_seqlens=cu_seqlens)
+    cu_seqlens[1] = 2
+    o, _ = chunk_kda(**arguments, cu_seqlens=cu_seqlens)
+    assert o.shape == (B, T, HV, V)
+    with pytest.raises(ValueError, match="cu_seqlens: got a batch of 2"):
+        read_cu_seqlens(cu_seqlens, 2, 6)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +204,7 @@ def test_resolve_backend() -> None:
         (ValueError, "initial_state: got shape", {"initial_state": torch.zeros(2, 4, 5)}),
         (TypeError, "initial_state: got torch.float64", {"initial_state": torch.zeros(2, 3, 5).double()}),
         (ValueError, "cu_seqlens: got a batch of 2", {"cu_seqlens": torch.tensor([0, 6])}),
-        (ValueError, "backend: got 'triton'", {"backend": "triton"}),
+        (ValueError, "backend: got 'triton', accepted: auto, torch, reference$", {"backend": "triton"}),
     ],
 )
 def test_short_convolution_refuses(kind: type[Exception], message: str, change: dict[str, Any]) -> None:
@@ -168,7 +222,7 @@ def test_short_convolution_refuses(kind: type[Exception], message: str, change: 
         (ValueError, "q: got T = 7 queries for S = 6 keys", {"q": torch.zeros(1, 7, 4, 8)}),
         (ValueError, "cu_seqlens: got T = 2", {"q": torch.zeros(1, 2, 4, 8), "cu_seqlens": torch.tensor([0, 2])}),
         (TypeError, "scale: got str", {"scale": "auto"}),
-        (ValueError, "backend: got 'triton'", {"backend": "triton"}),
+        (ValueError, "backend: got 'triton', accepted: auto, torch, reference$", {"backend": "triton"}),
     ],
 )
 def test_softmax_attention_refuses(kind: type[Exception], message: str, change: dict[str, Any]) -> None:

@@ -1,41 +1,460 @@
-"""The kernels on a GPU: skipped, visibly, without one."""
+"""The kernels on a GPU, against the token-by-token recurrence in float64: skipped, visibly, without one.
 
+test_triton_interpreted.py has the small cases of float32; here are the other dtypes, what only sizes and the compiler
+can break, and every tile configuration. Errors are ‖out − ref‖ / ‖ref‖ over the same rounded inputs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import kernel_checks as checks
 import pytest
 import torch
-from recurrence_cases import BFLOAT16_ERROR, CELLS, GATED, GATES, Inputs, error, make_inputs
+from recurrence_cases import CELLS, GATED, GATES, Inputs, error, evaluate, make_inputs, make_raw, raw_options
+from torch import Tensor
 
-import kernels
+from kernels import chunk, fused_recurrent, resolve_backend
+
+DEVICE = "cuda"
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-# float32 inputs stay float32: products in TF32 would be at 1e-3.
-FLOAT32_GPU_ERROR = 1e-5
-# Gradients come back in bfloat16, too, after a float32 backward: one rounding, as for o.
-ERRORS = {torch.float32: FLOAT32_GPU_ERROR, torch.bfloat16: BFLOAT16_ERROR}
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+# Of outputs and states, and of gradients. bfloat16 operands have 2⁻⁹ = 2e-3 at most a rounding, and are summed in
+# float32: a few roundings. float16 is multiplied in TF32. float32 stays float32: products in TF32 would be at 1e-3.
+LIMITS = {BFLOAT16: (4e-3, 5e-3), FLOAT16: (4e-3, 5e-3), FLOAT32: (1e-5, 1e-5)}
+# Token by token everything is float32 but the output, which is rounded once.
+ROUNDED = {BFLOAT16: 4e-3, FLOAT16: 5e-4, FLOAT32: 1e-5}
+
+SIZES = {"B": 1, "H": 2, "HV": 4, "K": 64, "V": 64}  # the same where it can be: compiling takes most of the time
+
+cells = pytest.mark.parametrize(("rule", "decay"), CELLS)
+KINDS = [("delta", "channel"), ("delta", "scalar"), ("additive", "none")]  # one cell for each set of kernels
+kinds = pytest.mark.parametrize(("rule", "decay"), KINDS)
+dtypes = pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 
 
-def results(inputs: Inputs, rule: str, decay: str, backend: str) -> dict[str, torch.Tensor]:
-    """Output, state and every gradient of a loss that weighs all of them differently."""
-    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    o, state = kernels.chunk(**leaves, rule=rule, decay=decay, output_final_state=True, backend=backend)
-    assert state is not None
-    (o.double().sin().sum() + state.double().sin().sum()).backward()
-    return {"o": o, "state": state, **{f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}}
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    """Several processes may test on one GPU."""
+    yield
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def make(rule: str, decay: str, T: int, dtype: torch.dtype = BFLOAT16, **sizes: Any) -> Inputs:
+    sizes = {**SIZES, **sizes}
+    return checks.placed(make_inputs(rule, decay, T, **sizes), DEVICE, dtype)
+
+
+def reference(inputs: Inputs, rule: str, decay: str, backend: str = "reference", **options: Any) -> Inputs:
+    exact = {name: x.double() for name, x in inputs.items()}
+    return evaluate(chunk, exact, rule=rule, decay=decay, backend=backend, **options)
+
+
+def triton(inputs: Inputs, rule: str, decay: str, form: checks.Form = chunk, **options: Any) -> Inputs:
+    """With NaN in all new memory: nothing may be read before it is written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return evaluate(form, inputs, rule=rule, decay=decay, backend="triton", **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_within(out: Inputs, ref: Inputs, dtype: torch.dtype, times: float = 1.0) -> None:
+    assert out.keys() == ref.keys()
+    broken = {name: "not finite" for name, x in out.items() if not x.isfinite().all()}
+    for name in ref.keys() - broken.keys():
+        found, limit = error(out[name], ref[name]), times * LIMITS[dtype][name.startswith("d")]
+        if found > limit:
+            broken[name] = f"{found:.1e} > {limit:.0e}"
+    assert not broken
+
+
+def check(inputs: Inputs, rule: str, decay: str, dtype: torch.dtype, times: float = 1.0, **options: Any) -> None:
+    options = {"scale": 0.37, **options}
+    assert_within(triton(inputs, rule, decay, **options), reference(inputs, rule, decay, **options), dtype, times)
+
+
+# What "auto" is, and the other implementations
+
+
+def test_auto_is_triton() -> None:
+    assert resolve_backend("auto", DEVICE) == "triton"
+    inputs = make("delta", "channel", 100)
+    for form in (chunk, fused_recurrent):
+        auto, same, other = (
+            form(**inputs, rule="delta", decay="channel", backend=name)[0] for name in ("auto", "triton", "torch")
+        )
+        assert torch.equal(auto, same) and not torch.equal(auto, other)
+
+
+def test_what_triton_does_not_take_goes_to_torch() -> None:
+    wide, exact = make("delta", "channel", 3, K=257), make("delta", "channel", 3, dtype=torch.float64)
+    exact = {name: x.double() for name, x in exact.items()}
+    for inputs in (wide, exact):
+        for form in (chunk, fused_recurrent):
+            auto, other = (form(**inputs, rule="delta", decay="channel", backend=x)[0] for x in ("auto", "torch"))
+            assert torch.equal(auto, other)
+            with pytest.raises(ValueError, match="backend: got 'triton' for K = "):
+                form(**inputs, rule="delta", decay="channel", backend="triton")
+
+
+@dtypes
+@pytest.mark.parametrize(("rule", "decay", "gate"), [(*cell, x) for cell in GATED for x in GATES])
+def test_torch_on_the_gpu(rule: str, decay: str, gate: str, dtype: torch.dtype) -> None:
+    """Float32 inside, so that only the roundings of results are left: 2⁻⁹ at most."""
+    inputs = make(rule, decay, 130, dtype, gate=gate, K=32, V=48)
+    out = evaluate(chunk, inputs, rule=rule, decay=decay, backend="torch")
+    assert_within(out, reference(inputs, rule, decay), dtype)
+
+
+# Cells, widths, lengths, gates, options
+
+
+@cells
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_matches_float64(rule: str, decay: str, dtype: torch.dtype) -> None:
+    check(make(rule, decay, 500, dtype), rule, decay, dtype)
+
+
+WIDTHS = [(16, 16), (48, 96), (72, 128), (128, 128), (128, 256), (256, 256), (256, 64)]
+
+
+@kinds
 @pytest.mark.parametrize(
-    ("rule", "decay", "gate"), [(*cell, g) for cell in CELLS for g in GATES if cell in GATED or g == "mild"]
+    ("dtype", "K", "V"),
+    [*((BFLOAT16, *x) for x in WIDTHS), *((FLOAT32, *x) for x in [(40, 72), (128, 128), (256, 256)])],
+    ids=str,
 )
-def test_chunk_matches_float64(rule: str, decay: str, dtype: torch.dtype, gate: str) -> None:
-    """Against the token-by-token recurrence in float64 over the same rounded inputs, the state float32."""
-    inputs = make_inputs(rule, decay, T=130, H=2, HV=4, K=32, V=48, gate=gate)
-    rounded = {name: x.to(torch.float32 if name == "initial_state" else dtype) for name, x in inputs.items()}
-    there = results({name: x.cuda() for name, x in rounded.items()}, rule, decay, "auto")
-    reference = results({name: x.double() for name, x in rounded.items()}, rule, decay, "reference")
-    for name, expected in reference.items():
-        assert there[name].isfinite().all(), name
-        assert error(there[name].cpu(), expected) < ERRORS[dtype], name
+def test_widths(rule: str, decay: str, dtype: torch.dtype, K: int, V: int) -> None:
+    check(make(rule, decay, 130, dtype, K=K, V=V), rule, decay, dtype)
+
+
+@kinds
+@pytest.mark.parametrize("T", [*range(1, 9), 31, 32, 33, 63, 64, 65, 1334])
+def test_lengths(rule: str, decay: str, T: int) -> None:
+    """A few tokens have few write strengths, whose error varies."""
+    check(make(rule, decay, T), rule, decay, BFLOAT16, times=2.0 if T <= 8 else 1.0)
+
+
+@kinds
+def test_a_long_sequence(rule: str, decay: str) -> None:
+    """More than 65,536 tokens. In float64 torch in chunks is the reference, which in Python takes minutes."""
+    inputs = make(rule, decay, 65_537, K=16, V=16)
+    ref = reference(inputs, rule, decay, backend="torch")
+    assert_within(triton(inputs, rule, decay), ref, BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("rule", "decay", "dtype"), [*((*x, BFLOAT16) for x in CELLS), *((*x, FLOAT32) for x in KINDS)], ids=str
+)
+def test_packed(rule: str, decay: str, dtype: torch.dtype) -> None:
+    """Unequal sequences, three of them empty: each of these ends in the state that it began with."""
+    kind = torch.int32 if decay == "scalar" else torch.int64
+    bounds = torch.tensor([0, 0, 37, 37, 38, 166, 500, 500], dtype=kind, device=DEVICE)
+    inputs = make(rule, decay, 500, dtype, N=7)
+    check(inputs, rule, decay, dtype, cu_seqlens=bounds)
+    state = triton(inputs, rule, decay, cu_seqlens=bounds)["state"]
+    assert torch.equal(state[[0, 2, 6]], inputs["initial_state"][[0, 2, 6]])
+
+
+@dtypes
+@pytest.mark.parametrize(("rule", "decay", "gate"), [(*cell, x) for cell in GATED for x in GATES if x != "mild"])
+def test_any_gate(rule: str, decay: str, gate: str, dtype: torch.dtype) -> None:
+    """As exact as a mild one."""
+    check(make(rule, decay, 130, dtype, gate=gate), rule, decay, dtype)
+
+
+@pytest.mark.parametrize(
+    ("rule", "decay", "dtype", "bias"),
+    [
+        *((*cell, BFLOAT16, True) for cell in CELLS),
+        *((*cell, FLOAT32, True) for cell in KINDS),
+        *(("delta", decay, BFLOAT16, False) for decay in ("scalar", "channel")),
+    ],
+    ids=str,
+)
+def test_norm_gate_and_sigmoid(rule: str, decay: str, dtype: torch.dtype, bias: bool) -> None:
+    """In the kernels, with the gradients of A_log and dt_bias: sums over all tokens, in which most cancels."""
+    inputs = make_raw(rule, decay, 200, bias, **SIZES)
+    options = raw_options(inputs, negative=not bias)
+    check(checks.placed(inputs, DEVICE, dtype), rule, decay, dtype, times=1.0 if dtype == FLOAT32 else 2.0, **options)
+
+
+@dtypes
+@pytest.mark.parametrize("decay", ["scalar", "channel"])
+def test_strong_gates_made_in_the_kernel(decay: str, dtype: torch.dtype) -> None:
+    """A log-decay of −1e4 has no gradient to speak of, and gives A_log none."""
+    inputs = make_inputs("delta", decay, 130, **SIZES, gate="some -1e4")
+    inputs["g"] = -inputs["g"]  # softplus(1e4) = 1e4
+    inputs["A_log"] = torch.linspace(-1.0, 0.5, 4)
+    check(checks.placed(inputs, DEVICE, dtype), "delta", decay, dtype, use_gate_in_kernel=True)
+
+
+@dtypes
+@pytest.mark.parametrize("decay", ["none", "scalar", "channel"])
+def test_normalizer(decay: str, dtype: torch.dtype) -> None:
+    """A quotient, whose two parts both have the error of an output."""
+    inputs = make("additive", decay, 200, dtype)
+    inputs["q"], inputs["k"] = inputs["q"].abs(), inputs["k"].abs()
+    z = torch.rand(1, 4, 64, 1, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    inputs["initial_state"] = torch.cat([inputs["initial_state"], z], dim=-1)
+    check(inputs, "additive", decay, dtype, times=2.0, normalize=True)
+
+
+def test_all_of_it_in_16_bits() -> None:
+    """Gates, too; their gradients come back in their dtype."""
+    inputs = make("delta", "channel", 200)
+    inputs["g"] = inputs["g"].bfloat16()
+    out = triton(inputs, "delta", "channel")
+    assert out["dg"].dtype == BFLOAT16
+    assert_within(out, reference(inputs, "delta", "channel"), BFLOAT16)
+
+
+# Bits
+
+
+@pytest.mark.parametrize(
+    ("rule", "decay", "dtype"), [*((*x, BFLOAT16) for x in CELLS), *((*x, FLOAT32) for x in KINDS)], ids=str
+)
+def test_same_bits_every_time(rule: str, decay: str, dtype: torch.dtype) -> None:
+    inputs = make(rule, decay, 300, dtype, B=8)
+    gradients = checks.weights(inputs)
+    first = checks.results(chunk, inputs, *gradients, rule=rule, decay=decay)
+    for _ in range(19):
+        checks.assert_same(checks.results(chunk, inputs, *gradients, rule=rule, decay=decay), first)
+
+
+@cells
+@dtypes
+@pytest.mark.parametrize("form", [chunk, fused_recurrent], ids=lambda form: form.__name__)
+def test_future_never_changes_the_past(form: checks.Form, rule: str, decay: str, dtype: torch.dtype) -> None:
+    cuts = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 80, 96, 127, 128, 199]
+    checks.assert_causal(form, make(rule, decay, 200, dtype), cuts, rule, decay)
+    if decay != "none":
+        checks.assert_causal(form, make(rule, decay, 200, dtype, gate="zero to -20"), cuts, rule, decay, "mild")
+
+
+@kinds
+@dtypes
+def test_rows_of_a_batch_do_not_meet(rule: str, decay: str, dtype: torch.dtype) -> None:
+    for form, T in ((chunk, 136), (fused_recurrent, 4)):  # rows that begin at multiples of 16 bytes
+        checks.assert_rows_do_not_meet(form, make(rule, decay, T, dtype, B=4), rule=rule, decay=decay)
+
+
+@kinds
+def test_strides_do_not_matter(rule: str, decay: str) -> None:
+    inputs = checks.placed(make_raw(rule, decay, 100, **{**SIZES, "B": 2}), DEVICE, BFLOAT16)
+    checks.assert_strides_do_not_matter(chunk, inputs, rule=rule, decay=decay, **raw_options(inputs))
+
+
+@kinds
+def test_backward_twice(rule: str, decay: str) -> None:
+    checks.assert_backward_twice(chunk, make(rule, decay, 100), rule=rule, decay=decay)
+
+
+@kinds
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(rule: str, decay: str, use_reentrant: bool) -> None:
+    inputs = make(rule, decay, 100)
+    checks.assert_checkpoint_changes_nothing(chunk, inputs, use_reentrant, True, rule=rule, decay=decay)
+
+
+@kinds
+@pytest.mark.parametrize("form", [chunk, fused_recurrent], ids=lambda form: form.__name__)
+def test_autocast_changes_nothing(form: checks.Form, rule: str, decay: str) -> None:
+    inputs = make(rule, decay, 100, FLOAT32)
+    gradients = checks.weights(inputs)
+    plain = checks.results(form, inputs, *gradients, rule=rule, decay=decay)
+    with torch.autocast(torch.device(DEVICE).type, BFLOAT16):
+        checks.assert_same(checks.results(form, inputs, *gradients, rule=rule, decay=decay), plain)
+
+
+@kinds
+def test_split_with_carried_state(rule: str, decay: str) -> None:
+    """Either form goes on from what either began, and changes no state that it was given."""
+    pieces: list[tuple[checks.Form, int]] = [(fused_recurrent, 3), (chunk, 64), (fused_recurrent, 1), (chunk, 132)]
+    for dtype in (BFLOAT16, FLOAT32):
+        inputs = make(rule, decay, 200, dtype)
+        o, state = checks.split(inputs, pieces, rule=rule, decay=decay)
+        ref = reference(inputs, rule, decay)
+        assert_within({"o": o, "state": state}, {name: ref[name] for name in ("o", "state")}, dtype)
+
+
+# Sizes
+
+
+@kinds
+@pytest.mark.parametrize("form", [chunk, fused_recurrent], ids=lambda form: form.__name__)
+def test_many_heads(form: checks.Form, rule: str, decay: str) -> None:
+    """More than 65,535 heads in the batch: a grid's second and third dimensions end there."""
+    inputs = make(rule, decay, 2, B=35_000, H=1, HV=2, K=16, V=16)
+    out, ref = triton(inputs, rule, decay, form), reference(inputs, rule, decay)
+    assert_within(out, ref, BFLOAT16)
+    assert_within(*({name: x[-1] for name, x in results.items()} for results in (out, ref)), BFLOAT16, times=10)
+
+
+def test_many_elements() -> None:
+    """More than 2³¹ elements of q: the second row, which begins beyond 2³⁰ and ends beyond 2³¹, is as it is alone.
+
+    In one test, because the 55 GB that it takes are not there twice.
+    """
+    B, T, H, D = 2, 600_000, 16, 128
+    assert B * T * H * D > 2**31
+    if DEVICE == "cuda" and torch.cuda.mem_get_info()[0] < 64 * 2**30:
+        pytest.skip("needs 64 GiB of free memory on the GPU")
+    rng = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, device=DEVICE, dtype=BFLOAT16)
+
+    shared = {"q": normal(B, T, H, D), "k": normal(B, T, H, D), "v": normal(B, T, H, D), "beta": normal(B, T, H)}
+    shared["A_log"] = torch.zeros(H, device=DEVICE)
+    for form, decay in ((chunk, "scalar"), (chunk, "channel"), (fused_recurrent, "channel")):
+        inputs = {**shared, "g": normal(B, T, H, D) if decay == "channel" else normal(B, T, H)}
+        options: dict[str, Any] = {"rule": "delta", "decay": decay, "output_final_state": True, "backend": "triton"}
+        options |= raw_options(inputs)
+        with torch.no_grad():
+            o, state = form(**inputs, **options)
+            alone, last = form(**checks.rows(inputs, slice(1, 2)), **options)
+        assert state is not None and last is not None
+        assert torch.equal(state[1], last[0])
+        for start in range(0, T, 100_000):
+            at = slice(start, start + 100_000)
+            assert alone[0, at].isfinite().all()
+            assert torch.equal(o[1, at], alone[0, at]) and not torch.equal(o[0, at], alone[0, at])
+        del inputs, o, alone
+
+
+# Around the operators
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize(("rule", "decay", "packed"), [("delta", "channel", False), ("delta", "scalar", True)])
+def test_compiles_without_a_graph_break(rule: str, decay: str, packed: bool, mode: str) -> None:
+    """Two steps on different inputs: results of the first are not the second's (buffers of CUDA graphs)."""
+    options: dict[str, Any] = {"rule": rule, "decay": decay, "backend": "triton", "output_final_state": True}
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, 50, 50, 130], device=DEVICE)
+
+    def layer(**leaves: Tensor) -> tuple[Tensor, Tensor | None]:
+        options_of_layer = raw_options(leaves)
+        return chunk(**leaves, **options, **options_of_layer)
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, mode=mode)
+    steps, seeds = [], (0, 1)
+    for seed in seeds:
+        raw = make_raw(rule, decay, 130, **{**SIZES, "K": 128, "V": 128}, N=3 if packed else None, seed=seed)
+        inputs = checks.placed(raw, DEVICE, BFLOAT16)
+        d_o = checks.weights(inputs)[0].to(BFLOAT16)
+        found = []
+        for function in (layer, compiled):
+            torch.compiler.cudagraph_mark_step_begin()
+            leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+            o, state = function(**leaves)
+            assert state is not None
+            grads = torch.autograd.grad((o, state), list(leaves.values()), (d_o, torch.ones_like(state)))
+            out = {"o": o, "state": state, **{f"d{name}": d for name, d in zip(leaves, grads, strict=True)}}
+            found.append({name: x.detach().clone() for name, x in out.items()})
+        steps.append(found)
+    assert not torch.equal(steps[0][0]["o"], steps[1][0]["o"])
+    for eager, out in steps:
+        assert out.keys() == eager.keys()
+        assert {name: error(out[name], eager[name]) for name in eager if error(out[name], eager[name]) > 1e-6} == {}
+
+
+# Tiles
+
+
+def tile_cases() -> list[Any]:
+    """(float32, K, V, rule, decay, tiles) of the table for this GPU, and of the defaults where they are large."""
+    if not torch.cuda.is_available():
+        return [pytest.param(None, id="of this GPU")]
+    from kernels.gpu import tiles
+
+    here = tiles.capability(torch.device("cuda"))
+    cases = [(False, width, width, *kind, entry) for (sm, width, *kind), entry in tiles.TABLE.items() if sm == here]
+    for width in (128, 256):
+        default = tiles.HALF if width < tiles.WIDEST else tiles.HALF_256
+        cases += [(False, width, width, *kind, default) for kind in KINDS]
+        cases += [(True, width, width, *kind, tiles.FLOAT32) for kind in KINDS]
+    return [pytest.param(case, id="-".join(str(x) for x in case[:5])) for case in cases]
+
+
+@pytest.mark.parametrize("case", tile_cases())
+def test_every_tile_configuration(case: tuple[bool, int, int, str, str, Any]) -> None:
+    """Against float64, and the same bits twice."""
+    from kernels.gpu.tiles import forced
+
+    float32, K, V, rule, decay, tiles = case
+    dtype = FLOAT32 if float32 else BFLOAT16
+    inputs = make(rule, decay, 300, dtype, K=K, V=V)
+    with forced(tiles):
+        first, second = (triton(inputs, rule, decay) for _ in range(2))
+    checks.assert_same(second, first)
+    assert_within(first, reference(inputs, rule, decay), dtype)
+
+
+# Token by token
+
+
+@cells
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+def test_recurrent_matches_float64(rule: str, decay: str, dtype: torch.dtype) -> None:
+    """One token for many sequences, and a few tokens; the state is float32 and exact to it."""
+    for T, B in ((1, 256), (7, 3)):
+        inputs = make(rule, decay, T, dtype, B=B, K=128, V=128)
+        before = inputs["initial_state"].clone()
+        with torch.no_grad():
+            given: dict[str, Any] = {"rule": rule, "decay": decay, "output_final_state": True}
+            o, state = fused_recurrent(**inputs, **given, backend="triton")
+            ref_o, ref_state = chunk(**{x: y.double() for x, y in inputs.items()}, **given, backend="reference")
+        assert state is not None and ref_state is not None
+        assert o.dtype == dtype and state.dtype == FLOAT32 and torch.equal(inputs["initial_state"], before)
+        assert error(o, ref_o) <= ROUNDED[dtype] and error(state, ref_state) <= ROUNDED[FLOAT32]
+
+
+@kinds
+def test_recurrent_packed_and_uneven(rule: str, decay: str) -> None:
+    bounds = torch.tensor([0, 0, 1, 4, 4, 9], device=DEVICE)
+    inputs = make(rule, decay, 9, N=5, K=72, V=200)
+    out = triton(inputs, rule, decay, fused_recurrent, cu_seqlens=bounds)
+    assert_within(out, reference(inputs, rule, decay, cu_seqlens=bounds), BFLOAT16)
+    assert torch.equal(out["state"][[0, 3]], inputs["initial_state"][[0, 3]])
+
+
+@kinds
+@dtypes
+def test_recurrent_gradients(rule: str, decay: str, dtype: torch.dtype) -> None:
+    """They are the chunkwise form's, and as exact."""
+    inputs = checks.placed(make_raw(rule, decay, 40, **{**SIZES, "B": 2}), DEVICE, dtype)
+    options = raw_options(inputs)
+    out = triton(inputs, rule, decay, fused_recurrent, **options)
+    assert_within(out, reference(inputs, rule, decay, **options), dtype)
+
+
+@kinds
+def test_8000_steps(rule: str, decay: str) -> None:
+    """One by one, the state carried: no drift, every output finite."""
+    steps = 8_000
+    inputs = make(rule, decay, steps)
+    state: Tensor | None = inputs.pop("initial_state")
+    begin = state
+    given: dict[str, Any] = {"rule": rule, "decay": decay, "output_final_state": True}
+    outputs = []
+    with torch.no_grad():
+        for t in range(steps):
+            step = checks.at(inputs, slice(t, t + 1))
+            o, state = fused_recurrent(**step, initial_state=state, **given, backend="triton")
+            outputs.append(o)
+        assert begin is not None and state is not None
+        exact = {name: x.double() for name, x in inputs.items()}
+        ref_o, ref_state = chunk(**exact, initial_state=begin.double(), **given, backend="torch")
+    assert ref_state is not None
+    assert error(torch.cat(outputs, dim=1), ref_o) <= ROUNDED[BFLOAT16]
+    assert error(state, ref_state) <= ROUNDED[FLOAT32]

@@ -1,0 +1,312 @@
+"""The recurrence in chunks of tokens on a GPU: which kernels run, on which memory.
+
+The forward keeps the state that enters each chunk, the errors E and the chunk's two matrices; what depends on queries,
+keys and gates alone is computed again by the backward.
+
+`kda_lm::chunk_forward` and `kda_lm::chunk_backward` are the same as torch operators, opaque to torch.compile (no graph
+break, shapes by fakes). Outside of a compiler an autograd.Function does: the dispatcher would take longer than the GPU.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from kernels.gpu.channel_gradients import channel_gradients_kernel
+from kernels.gpu.pair_gradients import pair_gradients_kernel
+from kernels.gpu.pairs import pairs_kernel
+from kernels.gpu.plan import NEAR, Plan, plan_for
+from kernels.gpu.prepare import prepare_kernel
+from kernels.gpu.scalar_gradients import scalar_gradients_kernel
+from kernels.gpu.scan import reverse_scan_kernel, scan_kernel
+
+
+def chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    rule: str,
+    decay: str,
+    l2norm: bool,
+    sigmoid: float,
+    float32_output: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] in v's dtype, or float32, and the last state [N, HV, K, V] in float32.
+
+    Tensors as in `kernels.chunk`; A_log is given if the kernels compute the gate; the write strength is `beta` for
+    sigmoid = 0, else sigmoid · sigmoid(beta).
+    """
+    if q.dtype != k.dtype:
+        dtype = torch.promote_types(q.dtype, k.dtype)
+        q, k = q.to(dtype), k.to(dtype)
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    options = (scale, rule, decay, l2norm, sigmoid)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.compiler.is_compiling() or traced(v):
+        o, state, *_ = chunk_forward(*tensors, *options, float32_output, keep)
+    elif keep:
+        o, state = _Chunk.apply(*tensors, options, float32_output)
+    else:
+        o, state = _forward(*tensors, *options, float32_output, False)
+    return o, state
+
+
+def traced(x: Tensor) -> bool:
+    """Whether operators are being recorded or replaced, and not merely run."""
+    return type(x) not in (Tensor, torch.nn.Parameter) or _get_current_dispatch_mode() is not None
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Any]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _on(device: torch.device) -> Any:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _prepared(p: Plan) -> dict[str, Tensor]:
+    """Memory for what a channel decay's state products need, in the order of prepare_kernel's arguments."""
+    return {
+        "G": p.empty(p.B, p.T, p.HV, p.K, dtype=p.wide),
+        "q_in": p.empty(p.tiles, p.C, p.KP),
+        "k_in": p.empty(p.tiles if p.delta else 0, p.C, p.KP),
+        "k_out": p.empty(p.tiles, p.C, p.KP),
+        "total": p.floats(p.tiles, p.KP),
+        "norms": p.floats(p.tiles, 2, p.C),
+    }
+
+
+def _kept(p: Plan, keep: bool) -> list[Tensor]:
+    """Memory for what the backward needs: S, E, W, P, then `drop` for a channel decay, else G and norms.
+
+    W and P are needed in any case.
+    """
+    delta = p.tiles if p.delta else 0
+    kept = [
+        p.empty(p.tiles if keep else 0, p.VP, p.KP),
+        p.empty(delta if keep else 0, p.C, p.VP),
+        p.empty(delta, p.C, p.C),
+        p.empty(p.tiles, p.C, p.C),
+    ]
+    if p.channel:
+        return [*kept, p.floats(p.tiles, p.C)]
+    return [*kept, p.empty(p.tiles, p.C, dtype=p.wide), p.floats(p.tiles, 2, p.C)]
+
+
+def _results(p: Plan, v: Tensor, float32_output: bool) -> list[Tensor]:
+    return [v.new_empty(v.shape, dtype=torch.float32 if float32_output else v.dtype), p.floats(p.N, p.HV, p.K, p.V)]
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    rule: str,
+    decay: str,
+    l2norm: bool,
+    sigmoid: float,
+    float32_output: bool,
+    keep: bool,
+) -> list[Tensor]:
+    """[o, state] and, with `keep`, the list of `_kept`."""
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = _contiguous(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens
+    )
+    p = plan_for(q, k, v, g, A_log, dt_bias, cu_seqlens, scale, rule, decay, l2norm, sigmoid)
+    o, state = _results(p, v, float32_output)
+    S, E, W, P, *rest = kept = _kept(p, keep)
+    drop: Tensor | None = None
+    states: list[Tensor | None] = [None] * 4
+    made: dict[str, Tensor] = {}
+    if p.channel:
+        made = _prepared(p)
+        G, q_in, k_in, k_out, total, norms = made.values()
+        states = [q_in, k_in, k_out, total]
+        (drop,) = rest
+    else:
+        G, norms = rest
+    with _on(p.device):
+        chunks, offsets = p.order(cu_seqlens)
+        pairs_kernel[(p.tiles,)](
+            q, k, g, beta, A_log, dt_bias, G, *states, drop, norms, W, P, chunks, **p.sizes, **p.pairs
+        )
+        queries, keys = (made["q_in"], made["k_out"]) if p.channel else (q, k)
+        scan_kernel[(p.N * p.HV, p.slices["scan"])](
+            queries, made.get("k_in"), keys, made.get("total"), G, norms, v, W, P, o, S, E, initial_state, state,
+            cu_seqlens, offsets, **p.sizes, **p.scan, KEEP=keep, INITIAL=initial_state is not None,
+        )  # fmt: skip
+    return [o, state, *kept] if keep else [o, state]
+
+
+def _backward(
+    d_o: Tensor,
+    d_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    saved: Sequence[Tensor],
+    scale: float,
+    rule: str,
+    decay: str,
+    l2norm: bool,
+    sigmoid: float,
+) -> list[Tensor]:
+    """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; an empty tensor where there is none."""
+    d_o, d_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = _contiguous(
+        d_o, d_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens
+    )
+    p = plan_for(q, k, v, g, A_log, dt_bias, cu_seqlens, scale, rule, decay, l2norm, sigmoid)
+    S, E, W, P, *rest = saved
+    d_beta, d_initial = _like(beta, q), _like(initial_state, q)
+    d_v, dS = p.empty(*v.shape), p.empty(p.tiles, p.VP, p.KP)
+    with _on(p.device):
+        chunks, offsets = p.order(cu_seqlens)
+        made: dict[str, Tensor] = {}
+        if p.channel:
+            made = _prepared(p)
+            prepare_kernel[(p.tiles * p.slices["prepare"],)](
+                q, k, g, A_log, dt_bias, *made.values(), chunks, **p.sizes, **p.prepare
+            )
+            G, norms = made["G"], made["norms"]
+        else:
+            G, norms = rest
+        queries, keys = (made["q_in"], made["k_out"]) if p.channel else (q, k)
+        reverse_scan_kernel[(p.N * p.HV, p.slices["reverse_scan"])](
+            queries, made.get("k_in"), keys, made.get("total"), G, norms, W, P, d_o, d_v, dS, d_state, d_initial,
+            cu_seqlens, offsets, **p.sizes, **p.reverse_scan, FINAL=d_state is not None,
+            INITIAL=initial_state is not None,
+        )  # fmt: skip
+        del made, queries, keys  # their memory serves the gradients
+
+        pairs: list[Tensor] = []
+        if p.channel:
+            delta = p.tiles if p.delta else 0
+            pairs = [
+                p.empty(p.tiles, p.C, p.C),  # Z, M
+                p.empty(delta, p.C, p.C),
+                p.empty(p.tiles, p.C, NEAR),
+                p.empty(delta, p.C, NEAR),
+                p.floats(p.tiles, p.C),  # their diagonal
+                p.floats(p.tiles, 2, p.C),  # products of rows with their gradients
+            ]
+            pair_gradients_kernel[(p.tiles,)](
+                v, beta, o, d_o, d_v, E, norms, *pairs, d_beta, chunks, **p.sizes, **p.pair_gradients
+            )
+        # Of one value head each; in float32 where several value heads share a key head.
+        grouped = p.HV != p.H
+        d_q, d_k = (p.empty(p.B, p.T, p.HV, p.K, dtype=torch.float32 if grouped else q.dtype) for _ in range(2))
+        # The gradient of a float32 gate is written over the cumulative gate.
+        d_g = G if p.channel and g is not None and G.dtype == g.dtype else _like(g, q)
+        partial = 0 if A_log is None else p.tiles * p.KP if p.channel else p.tiles
+        d_rate, d_bias = p.floats(partial), p.floats(partial)
+        if p.channel:
+            channel_gradients_kernel[(p.tiles * p.slices["gradients"],)](
+                q, k, g, A_log, dt_bias, G, rest[0], v, d_o, d_v, E, S, dS, norms, *pairs, d_q, d_k, d_g, d_rate,
+                d_bias, chunks, **p.sizes, **p.gradients,
+            )  # fmt: skip
+        else:
+            scalar_gradients_kernel[(p.tiles,)](
+                q, k, g, beta, A_log, dt_bias, G, v, o, d_o, d_v, E, S, dS, P, norms, d_q, d_k, d_g, d_beta, d_rate,
+                d_bias, chunks, **p.sizes, **p.gradients,
+            )  # fmt: skip
+    if grouped:
+        d_q, d_k = (x.unflatten(2, (p.H, -1)).sum(3).to(q.dtype) for x in (d_q, d_k))
+    d_A_log, d_dt_bias = q.new_empty(0), q.new_empty(0)
+    if A_log is not None:
+        d_A_log = d_rate.view(p.chunks, p.HV, -1).sum((0, 2)).to(A_log.dtype)
+    if dt_bias is not None:
+        d_dt_bias = d_bias.view(p.chunks, p.HV, -1).sum(0)[:, : p.K].reshape(-1).to(dt_bias.dtype)
+    return [d_q, d_k, d_v.to(v.dtype), d_g, d_beta, d_A_log, d_dt_bias, d_initial]
+
+
+def _like(x: Tensor | None, q: Tensor) -> Tensor:
+    """Memory for a gradient of x; operators return no None."""
+    return q.new_empty(0) if x is None else x.new_empty(x.shape)
+
+
+def _differentiate(
+    d_o: Tensor | None, d_state: Tensor | None, saved: Sequence[Any], options: Sequence[Any], backward: Any
+) -> list[Tensor | None]:
+    """Gradients of the nine tensor arguments, from those of o and the state; `saved` are the tensors, o and `_kept`."""
+    *tensors, o = saved[:10]
+    if d_o is None:
+        d_o = torch.zeros_like(o)
+    gradients = backward(d_o, d_state, *tensors, o, list(saved[10:]), *options)
+    return [*(None if x is None else d for d, x in zip(gradients, tensors, strict=False)), None]
+
+
+class _Chunk(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, options, float32_output = arguments
+        o, state, *kept = _forward(*tensors, *options, float32_output, True)  # type: ignore[call-arg]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, o, *kept)
+        ctx.options = options
+        return o, state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_o: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_differentiate(d_o, d_state, ctx.saved_tensors, ctx.options, _backward), None, None
+
+
+chunk_forward = torch.library.custom_op("kda_lm::chunk_forward", _forward, mutates_args=())
+chunk_backward = torch.library.custom_op("kda_lm::chunk_backward", _backward, mutates_args=())
+
+
+@chunk_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any, A_log: Any, dt_bias: Any, *rest: Any) -> list[Tensor]:
+    _, cu_seqlens, *options, float32_output, keep = rest
+    p = plan_for(q, k, v, g, A_log, dt_bias, cu_seqlens, *options)
+    return _results(p, v, float32_output) + (_kept(p, True) if keep else [])
+
+
+@chunk_backward.register_fake
+def _(d_o: Tensor, d_state: Any, q: Tensor, *rest: Any) -> list[Tensor]:
+    return [_like(x, q) for x in (q, *rest[:7])]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *tensors, scale, rule, decay, l2norm, sigmoid, _, keep = inputs
+    o, _, *kept = output
+    if not keep:
+        raise RuntimeError("kda_lm::chunk_forward: got keep=False and inputs that require gradients")
+    ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, o, *kept)
+    ctx.options = (scale, rule, decay, l2norm, sigmoid)
+
+
+def _operator_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    d_o, d_state = grads[:2]
+    return *_differentiate(d_o, d_state, ctx.saved_tensors, ctx.options, chunk_backward), *[None] * 7
+
+
+chunk_forward.register_autograd(_operator_backward, setup_context=_setup_context)

@@ -1,0 +1,109 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What the kernels share: gates, write strengths, decay factors, products.
+
+Every kernel is compiled for one rule and one decay; `tl.constexpr` arguments in capitals choose. Operands of
+tensor-core products are bf16 for bf16 inputs; float32 for float16 inputs, in TF32 products that lose nothing of them
+(bf16 would; float16 itself has not the range for powers of decays); and float32 for float32 inputs, in three TF32
+products that are as exact as float32. Sums, states and gates are float32; cumulative gates are float64 beside float32
+operands, so that their differences are exact to float32.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+# Triton's interpreter runs the kernels on a CPU, for tests; it has no inline assembly.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+# Arguments that change from call to call: no kernel is compiled anew for their divisors.
+SIZES = ("scale", "T", "NT")
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+NORM_EPS = tl.constexpr(1e-6)  # under the root of the query and key norm, as in kernels.ops
+# A token's log2-decay is cut here: 2⁻⁶⁴ is nothing beside float32's 2⁻²⁴, and −inf becomes a number.
+STRONGEST = tl.constexpr(-64.0)
+# |β| is at least this inside the delta rule, so that E / β is defined. Writes of 2⁻⁶⁰ v are invisible.
+WEAKEST = tl.constexpr(2.0**-60)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + eˣ) = max(x, 0) + log(1 + u), u = e^−|x|, to 2e-6 of itself: a series where 1 + u would round u away."""
+    u = tl.exp(-tl.abs(x))
+    series = u * (1.0 - u * (0.5 - u * (1.0 / 3.0 - u * (0.25 - u * 0.2))))
+    return tl.maximum(x, 0.0) + tl.where(u < 0.05, series, tl.log(1.0 + u))
+
+
+@triton.jit
+def log_decay(raw, rate, bias, GATE: tl.constexpr):
+    """The log-decay g: `raw` itself, or −rate · softplus(raw + bias) with rate = exp(A_log)."""
+    if GATE:
+        return -rate * softplus(raw + bias)
+    else:
+        return raw
+
+
+@triton.jit
+def write_strength(raw, SIGMOID: tl.constexpr):
+    """β: `raw` itself for SIGMOID = 0, else SIGMOID · sigmoid(raw)."""
+    if SIGMOID == 0:
+        return raw
+    else:
+        return SIGMOID / (1.0 + tl.exp(-raw))
+
+
+@triton.jit
+def floored(beta):
+    """β, or WEAKEST where |β| is less."""
+    return tl.where(tl.abs(beta) < WEAKEST, WEAKEST, beta)
+
+
+@triton.jit
+def exp2(x):
+    """2ˣ in float32, 0 under 2⁻¹²⁶. Assembly, because Triton evaluates tl.exp2 again for every layout it needs."""
+    if _INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def decayed(x, decay, OPERAND: tl.constexpr):
+    """x ⊙ decay as an operand of a product."""
+    return (x * decay).to(OPERAND)
+
+
+@triton.jit
+def locate(chunk, T, NT, chunks, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token of a chunk, counted through the batch, and its number of tokens (0 for an unused chunk)."""
+    if PACKED:
+        first = tl.load(chunks + 2 * chunk)
+        length = tl.load(chunks + 2 * chunk + 1).to(tl.int32)
+    else:
+        n = chunk % NT
+        first = (chunk // NT).to(tl.int64) * T + n * C
+        length = tl.minimum(C, T - n * C)
+    return first, length
+
+
+@triton.jit
+def load_rows(base, stride, rows, columns, live, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """[rows, columns] of a matrix with rows `stride` apart, zero where a row is not `live` and from column WIDTH on."""
+    mask = live[:, None]
+    if WIDTH != PADDED:
+        mask = mask & (columns < WIDTH)[None, :]
+    return tl.load(base + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(base, stride, rows, columns, live, x, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Store x where `load_rows` would read."""
+    mask = live[:, None]
+    if WIDTH != PADDED:
+        mask = mask & (columns < WIDTH)[None, :]
+    tl.store(base + rows[:, None] * stride + columns[None, :], x.to(base.dtype.element_ty), mask=mask)

@@ -1,0 +1,135 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Channel decay: what the state's products need of gate, queries and keys, chunk by chunk.
+
+    G   = cumulative log2-decay from the chunk's start, inclusive
+    q̃   = scale · q̂ ⊙ 2^G          meets the state that enters
+    k̃   = k̂ ⊙ 2^G                  likewise (delta rule)
+    k̄   = k̂ ⊙ 2^(G_C − G)          is written to the state that leaves, which keeps 2^(G_C) of the one that entered
+
+q̂ and k̂ are q and k, or these with unit norm. The forward does it in the kernel of the pairs, which reads the same
+tensors; the backward, which needs it again, by itself, one program per chunk, value head and BK key channels.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.gpu.common import LOG2_E, NORM_EPS, SIZES, STRONGEST, exp2, load_rows, locate, log_decay, store_rows
+
+
+@triton.jit
+def row_norms(q, k, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, live, L2NORM: tl.constexpr):
+    """1/‖q‖ and 1/‖k‖ of a chunk's tokens, or ones."""
+    C: tl.constexpr = live.shape[0]
+    r = tl.arange(0, C)
+    if L2NORM:
+        norm_q = tl.full((C,), NORM_EPS, tl.float32)
+        norm_k = tl.full((C,), NORM_EPS, tl.float32)
+        for start in tl.static_range(0, KP, BK):
+            c = start + tl.arange(0, BK)
+            b_q = load_rows(q, H * K, r, c, live, K, KP).to(tl.float32)
+            b_k = load_rows(k, H * K, r, c, live, K, KP).to(tl.float32)
+            norm_q += tl.sum(b_q * b_q, 1)
+            norm_k += tl.sum(b_k * b_k, 1)
+        return 1.0 / tl.sqrt(norm_q), 1.0 / tl.sqrt(norm_k)
+    else:
+        return tl.full((C,), 1.0, tl.float32), tl.full((C,), 1.0, tl.float32)
+
+
+@triton.jit
+def prepare(
+    q,  # the chunk's rows of [B, T, H, K]
+    k,
+    g,  # of [B, T, HV, K]
+    A_log,  # [HV]
+    dt_bias,  # [HV, K]
+    G,  # the chunk's rows of [B, T, HV, K], written; also what follows
+    q_in,  # the chunk's [C, KP]
+    k_in,
+    k_out,
+    total,  # the chunk's [KP]
+    norm_q,
+    norm_k,
+    scale,
+    head,
+    live,
+    c,  # key channels
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    DELTA: tl.constexpr,
+    GATE: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """What the module describes, for the key channels c."""
+    r = tl.arange(0, live.shape[0])
+    b_g = load_rows(g, HV * K, r, c, live, K, KP).to(tl.float32)
+    if GATE:
+        bias = 0.0
+        if BIAS:
+            bias = tl.load(dt_bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
+        b_g = log_decay(b_g, tl.exp(tl.load(A_log + head).to(tl.float32)), bias, GATE)
+        b_g = tl.where(live[:, None], b_g, 0.0)
+    steps = tl.maximum(b_g * LOG2_E, STRONGEST).to(G.dtype.element_ty)
+    b_G = tl.cumsum(steps, 0)
+    end = tl.sum(steps, 0)
+    store_rows(G, HV * K, r, c, live, b_G, K, KP)
+    entering = exp2(b_G.to(tl.float32))
+    b_q = load_rows(q, H * K, r, c, live, K, KP).to(tl.float32) * (norm_q * scale)[:, None]
+    b_k = load_rows(k, H * K, r, c, live, K, KP).to(tl.float32) * norm_k[:, None]
+    at = r[:, None] * KP + c[None, :]
+    tl.store(total + c, exp2(end.to(tl.float32)))
+    tl.store(q_in + at, (b_q * entering).to(q_in.dtype.element_ty))
+    tl.store(k_out + at, (b_k * exp2((end[None, :] - b_G).to(tl.float32))).to(k_out.dtype.element_ty))
+    if DELTA:
+        tl.store(k_in + at, (b_k * entering).to(k_in.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def prepare_kernel(
+    q,  # [B, T, H, K]
+    k,
+    g,  # [B, T, HV, K]
+    A_log,
+    dt_bias,
+    G,  # [B, T, HV, K], written; also what follows
+    q_in,  # [tiles, C, KP]
+    k_in,
+    k_out,
+    total,  # [tiles, KP]
+    norms,  # [tiles, 2, C]: 1/‖q‖, 1/‖k‖
+    chunks,
+    scale,
+    T,
+    NT,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    DELTA: tl.constexpr,
+    L2NORM: tl.constexpr,
+    GATE: tl.constexpr,
+    BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    tile = (tl.program_id(0) // (KP // BK)).to(tl.int64)
+    part = tl.program_id(0) % (KP // BK)
+    head = (tile % HV).to(tl.int32)
+    first, length = locate((tile // HV).to(tl.int32), T, NT, chunks, C, PACKED)
+    q += (first * H + head // (HV // H)) * K
+    k += (first * H + head // (HV // H)) * K
+    r = tl.arange(0, C)
+    live = r < length
+    norm_q, norm_k = row_norms(q, k, H, K, KP, BK, live, L2NORM)
+    if part == 0:
+        tl.store(norms + tile * 2 * C + r, norm_q)
+        tl.store(norms + (tile * 2 + 1) * C + r, norm_k)
+    g += (first * HV + head) * K
+    G += (first * HV + head) * K
+    tokens = tile * C * KP
+    prepare(
+        q, k, g, A_log, dt_bias, G, q_in + tokens, k_in + tokens, k_out + tokens, total + tile * KP, norm_q, norm_k,
+        scale, head, live, part * BK + tl.arange(0, BK), H, HV, K, KP, DELTA, GATE, BIAS,
+    )  # fmt: skip

@@ -1,0 +1,229 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Gradients of q, k, g and β under a scalar decay or none: see pair_gradients.py for the equations.
+
+The decay between two tokens is one number: dg of what lies between them comes from products that are already there,
+Z ⊙ P and M ⊙ A, and no key channel takes part. One program per chunk and value head.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.gpu.common import (
+    LN_2,
+    SIZES,
+    STRONGEST,
+    exp2,
+    floored,
+    load_rows,
+    locate,
+    log_decay,
+    store_rows,
+    write_strength,
+)
+from kernels.gpu.pair_gradients import write_gradient
+
+
+@triton.jit(do_not_specialize=SIZES)
+def scalar_gradients_kernel(
+    q,  # [B, T, H, K]
+    k,
+    g,  # [B, T, HV], with GATE
+    beta,
+    A_log,
+    dt_bias,
+    G,  # [tiles, C], scalar decay
+    v,  # [B, T, HV, V]
+    o,
+    d_o,
+    d_v,
+    E,  # [tiles, C, VP], delta rule
+    S,  # [tiles, VP, KP]
+    dS,
+    P,  # [tiles, C, C]
+    norms,
+    d_q,  # [B, T, HV, K], written; also what follows
+    d_k,
+    d_g,  # [B, T, HV]
+    d_beta,
+    d_rate,  # [tiles]
+    d_bias,
+    chunks,
+    scale,
+    T,
+    NT,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    BK: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    DELTA: tl.constexpr,
+    GATED: tl.constexpr,
+    L2NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    GATE: tl.constexpr,
+    BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tile = tl.program_id(0).to(tl.int64)
+    head = (tile % HV).to(tl.int32)
+    first, length = locate(tl.program_id(0) // HV, T, NT, chunks, C, PACKED)
+    r = tl.arange(0, C)
+    live = r < length
+    q += (first * H + head // (HV // H)) * K
+    k += (first * H + head // (HV // H)) * K
+    rows = (first * HV + head) * V
+
+    # The pairs' gradients.
+    z = tl.zeros((C, C), tl.float32)
+    m = tl.zeros((C, C), tl.float32)
+    o_dot = tl.zeros((C,), tl.float32)
+    v_dot = tl.zeros((C,), tl.float32)
+    error_dot = tl.zeros((C,), tl.float32)
+    inverse = tl.full((C,), 1.0, tl.float32)
+    if DELTA:
+        raw_beta = tl.load(beta + (first + r) * HV + head, mask=live, other=0.0).to(tl.float32)
+        b_beta = floored(write_strength(raw_beta, SIGMOID))
+        inverse = 1.0 / b_beta
+    for start in tl.range(0, VP, BV):
+        vc = start + tl.arange(0, BV)
+        b_do = load_rows(d_o + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+        b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+        if L2NORM:
+            b_o = load_rows(o + rows, HV * V, r, vc, live, V, VP).to(tl.float32)
+            b_v = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(tl.float32)
+            o_dot += tl.sum(b_o * b_do.to(tl.float32), 1)
+            v_dot += tl.sum(b_v * b_dv.to(tl.float32), 1)
+        if DELTA:
+            b_E = tl.load(E + tile * C * VP + r[:, None] * VP + vc[None, :])
+            error_dot += tl.sum((b_dv * inverse[:, None]) * (b_E * inverse[:, None]), 1)
+            m = tl.dot(b_dv, tl.trans(b_E), acc=m, input_precision=PRECISION)
+        else:
+            b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+        z = tl.dot(b_do, tl.trans(b_E), acc=z, input_precision=PRECISION)
+
+    norm_q = tl.load(norms + tile * 2 * C + r)
+    norm_k = tl.load(norms + (tile * 2 + 1) * C + r)
+    reading = norm_q * scale
+    entering = norm_k
+    leaving = norm_k
+    lower = r[:, None] >= r[None, :]
+    strict = r[:, None] > r[None, :]
+    b_dG = tl.zeros((C,), tl.float32)
+    if GATED:
+        b_G = tl.load(G + tile * C + r)
+        end = tl.load(G + tile * C + C - 1)
+        down = exp2(tl.where(lower, (b_G[:, None] - b_G[None, :]).to(tl.float32), float("-inf")))
+        # A pair crosses every gate from behind j to i: for rows, and against columns.
+        crossing = z * tl.load(P + tile * C * C + r[:, None] * C + r[None, :])
+        if DELTA:
+            a = tl.zeros((C, C), tl.float32)
+            for column in tl.range(0, KP, BK):
+                b_k = load_rows(k, H * K, r, column + tl.arange(0, BK), live, K, KP).to(OPERAND)
+                a = tl.dot(b_k, tl.trans(b_k), acc=a, input_precision=PRECISION)
+            crossing -= m * a * down * (norm_k[:, None] * norm_k[None, :])
+        crossing = tl.where(strict, crossing, 0.0)
+        b_dG = tl.sum(crossing, 1) - tl.sum(crossing, 0)
+        power = exp2(b_G.to(tl.float32))
+        reading *= power
+        entering *= power
+        leaving *= exp2((end - b_G).to(tl.float32))
+    else:
+        down = tl.where(lower, 1.0, 0.0)
+    z = (z * down * ((norm_q * scale)[:, None] * norm_k[None, :])).to(OPERAND)
+    m *= tl.where(strict, down, 0.0)
+
+    # Their transposes, by products of their own: Triton 3.4 to 3.7.0 compiles the product of a transposed, rounded
+    # accumulator wrongly.
+    z_t = tl.zeros((C, C), tl.float32)
+    m_t = tl.zeros((C, C), tl.float32)
+    for start in tl.range(0, VP, BV):
+        vc = start + tl.arange(0, BV)
+        b_do = load_rows(d_o + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+        if DELTA:
+            b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+            b_E = tl.load(E + tile * C * VP + r[:, None] * VP + vc[None, :])
+            m_t = tl.dot(b_E, tl.trans(b_dv), acc=m_t, input_precision=PRECISION)
+        else:
+            b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+        z_t = tl.dot(b_E, tl.trans(b_do), acc=z_t, input_precision=PRECISION)
+    upper = r[:, None] <= r[None, :]
+    if GATED:
+        down = exp2(tl.where(upper, (b_G[None, :] - b_G[:, None]).to(tl.float32), float("-inf")))
+    else:
+        down = tl.where(upper, 1.0, 0.0)
+    z_t = (z_t * down * (norm_k[:, None] * (norm_q * scale)[None, :])).to(OPERAND)
+    if DELTA:
+        # Rows for the key of an error, columns for that of a write: both meet k.
+        m += m_t * tl.where(r[:, None] < r[None, :], down, 0.0)
+        m = (m * (-norm_k[:, None] * norm_k[None, :])).to(OPERAND)
+        d_raw = write_gradient(error_dot, raw_beta, SIGMOID)
+        tl.store(d_beta + (first + r) * HV + head, d_raw.to(d_beta.dtype.element_ty), mask=r < length)
+        v_dot = 2.0 * b_beta * error_dot - v_dot
+
+    d_end = tl.zeros((BV,), tl.float32)
+    written_sum = tl.zeros((C,), tl.float32)
+    for column in tl.range(0, KP, BK):
+        c = column + tl.arange(0, BK)
+        b_dq = tl.zeros((C, BK), tl.float32)
+        b_error = tl.zeros((C, BK), tl.float32)
+        b_dk = tl.zeros((C, BK), tl.float32)
+        for start in tl.range(0, VP, BV, num_stages=STAGES):
+            vc = start + tl.arange(0, BV)
+            at_state = tile * VP * KP + vc[:, None] * KP + c[None, :]
+            b_S = tl.load(S + at_state)
+            b_dS = tl.load(dS + at_state)
+            b_do = load_rows(d_o + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+            b_dq = tl.dot(b_do, b_S, acc=b_dq, input_precision=PRECISION)
+            if DELTA:
+                b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+                b_error = tl.dot(b_dv, b_S, acc=b_error, input_precision=PRECISION)
+                b_E = tl.load(E + tile * C * VP + r[:, None] * VP + vc[None, :])
+            else:
+                b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+            b_dk = tl.dot(b_E, b_dS, acc=b_dk, input_precision=PRECISION)
+            if GATED:
+                d_end += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
+        b_q = load_rows(q, H * K, r, c, live, K, KP)
+        b_k = load_rows(k, H * K, r, c, live, K, KP)
+        b_dq *= reading[:, None]
+        b_dk *= leaving[:, None]
+        if DELTA:
+            b_error *= -entering[:, None]
+        if GATED:
+            # The last token's write crosses no gate of this chunk: left out, for it would be far larger than what does.
+            written = tl.where(r == length - 1, 0.0, tl.sum(b_k * b_dk, 1))
+            b_dG += tl.sum(b_q * b_dq + b_k * b_error, 1) - written
+            written_sum += written
+        if DELTA:
+            b_dk += b_error
+            b_dk = tl.dot(m, b_k.to(OPERAND), acc=b_dk, input_precision=PRECISION)
+        b_dq = tl.dot(z, b_k.to(OPERAND), acc=b_dq, input_precision=PRECISION)
+        b_dk = tl.dot(z_t, b_q.to(OPERAND), acc=b_dk, input_precision=PRECISION)
+        if L2NORM:
+            b_dq -= b_q * (norm_q * norm_q * o_dot)[:, None]
+            b_dk -= b_k * (norm_k * norm_k * v_dot)[:, None]
+        store_rows(d_q + (first * HV + head) * K, HV * K, r, c, live, b_dq, K, KP)
+        store_rows(d_k + (first * HV + head) * K, HV * K, r, c, live, b_dk, K, KP)
+    if GATED:
+        b_dg = tl.cumsum(b_dG, 0, reverse=True)
+        b_dg += tl.sum(d_end, 0) * exp2(end.to(tl.float32)) + tl.sum(written_sum, 0)
+        if GATE:
+            raw = tl.load(g + (first + r) * HV + head, mask=r < length, other=0.0).to(tl.float32)
+            bias = 0.0
+            if BIAS:
+                bias = tl.load(dt_bias + head).to(tl.float32)
+            rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+            b_dg = tl.where(r < length, b_dg, 0.0)
+            # As strong as it acts: what is stronger has a gradient of zero but for rounding.
+            b_g = tl.maximum(log_decay(raw, rate, bias, GATE), STRONGEST * LN_2)
+            tl.store(d_rate + tile, tl.sum(b_dg * b_g, 0))
+            b_dg *= -rate / (1.0 + tl.exp(-(raw + bias)))
+            tl.store(d_bias + tile, tl.sum(b_dg, 0))
+        tl.store(d_g + (first + r) * HV + head, b_dg.to(d_g.dtype.element_ty), mask=r < length)

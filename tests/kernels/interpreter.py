@@ -1,0 +1,23 @@
+"""Triton's interpreter runs the kernels on a CPU when TRITON_INTERPRET=1 is set before triton is imported.
+
+`backend="auto"` is then triton on the CPU, for every test of that process. The files here therefore run in a process of
+their own, started once by test_interpreter.py, and are skipped everywhere else. By hand:
+
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/test_triton_interpreted.py
+"""
+
+import importlib.util
+import os
+
+import pytest
+
+FILES = ("test_triton_interpreted.py", "test_recurrent_triton.py")
+ACTIVE = os.environ.get("TRITON_INTERPRET") == "1"
+MISSING = importlib.util.find_spec("triton") is None
+
+
+def required() -> None:
+    """Skip the calling file unless it runs in the interpreter."""
+    if MISSING or not ACTIVE:
+        reason = "needs the package triton" if MISSING else "runs in a process that test_interpreter.py starts"
+        pytest.skip(reason, allow_module_level=True)
