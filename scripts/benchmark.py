@@ -1,149 +1,233 @@
-"""Time the kernels on this machine: `python scripts/benchmark.py kernels [--length 4096] [--json FILE]`.
+"""Measure the kernels on this machine, each op against float64, a peer and the bytes it must move.
 
-Every cell of rule × decay is first compared with the token-by-token reference, forward and gradients, then both are
-timed, forward alone and forward with backward. The exit status is 1 if a cell is wrong.
+    python scripts/benchmark.py kernels                                  on a GPU against flash-linear-attention
+    python scripts/benchmark.py kernels --device cpu                     against the token-by-token reference
+    python scripts/benchmark.py kernels --ops kda --shapes 8x4096x16x128 --json kda.json --markdown
+
+Errors    First each op is compared at B=2 T=500 H=2, K = V = D of the shape, with the recurrence in float64 on the same
+          rounded inputs: ‖out − ref‖ / ‖ref‖ of o, the last state and every gradient, an initial state given. On a GPU
+          a slice of the timed call is compared, too (backend "torch", float32). NaN is wrong. The exit status is 1 if
+          an op is wrong or fails; a peer may.
+Times     Medians in ms: forward alone without gradients, and forward with the gradients of all inputs. On a GPU by CUDA
+          events. Ratio = peer / ours. Both get the same tensors in the same run, on the peer's fastest settings.
+          cases.py says what the inputs are, and how "kda, gate and norm in kernel" differs from fla's.
+Floor     ms to move what must move at the speed of a large copy, measured in the same run: forward reads q, k, v, g,
+          beta (A_log, dt_bias) and writes o; backward reads those and d_o and writes dq, dk, dv, dg, dbeta (dA_log,
+          ddt_bias); fwd+bwd is the sum. Each tensor counts in its own dtype, so a float32 g counts double.
+Memory    extra MiB: the peak during forward and backward beyond inputs and d_o; o and the gradients are in it.
+Host      µs of wall time per forward and backward at B=1 T=64, where the GPU waits for the host.
+Cold      seconds of the first forward and backward in a new process with an empty Triton cache, imports not counted.
+Decoding  `fused_recurrent_*`, one token of B sequences, float32 state; floor = the state read and written.
 """
 
 import argparse
+import importlib
+import importlib.util
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
-import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script finds what lies beside it, not its own package
 
 import kernels
+from scripts.benchmarking import measure
+from scripts.benchmarking.cases import NAMES, Case, Contender, Shape, fla, make_inputs, ours
+from scripts.benchmarking.run import Options, Run, UsageError
 
-# ‖out − ref‖ / ‖ref‖ between two float32 computations over a few thousand tokens.
-TOLERANCE = 1e-4
-
-NAMES = {
-    ("additive", "none"): "linear_attn",
-    ("additive", "scalar"): "simple_gla",
-    ("additive", "channel"): "gla",
-    ("delta", "none"): "delta_rule",
-    ("delta", "scalar"): "gated_delta_rule",
-    ("delta", "channel"): "kda",
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
 }
+GPU_SHAPES = "8x4096x16x128,32x2048x8x64,1x32768x16x128"
+CPU_SHAPES = "2x1024x4x64"
+GPU_DECODING = [Shape(256, 1, 16, 128), Shape(1, 1, 16, 128)]
+CPU_DECODING = [Shape(16, 1, 4, 64), Shape(1, 1, 4, 64)]
 
-Row = dict[str, str | float | bool]
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line; what is accepted is in it."""
+        self.exit(2, f"error: {message}\n")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("kernels", help="chunk against the token-by-token reference, for every cell")
-    command.set_defaults(run=benchmark_kernels)
-    command.add_argument("--batch", type=int, default=2)
-    command.add_argument("--length", type=int, default=1024, help="tokens in a sequence")
-    command.add_argument("--heads", type=int, default=4)
-    command.add_argument("--key-dim", type=int, default=64)
-    command.add_argument("--value-dim", type=int, default=64)
-    command.add_argument("--backend", default="auto", choices=kernels.BACKENDS, help="what is compared")
-    command.add_argument("--device", default="cpu")
-    command.add_argument("--repeats", type=int, default=5, help="timed runs, of which the median counts")
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{kernels}")
+    add_kernels(commands.add_parser("kernels", help="errors, times and memory of every op, beside a peer's"))
+    add_cold(commands.add_parser("cold"))  # what `kernels` starts as a fresh process
     arguments = parser.parse_args()
-    status: int = arguments.run(arguments)
-    return status
+    try:
+        return benchmark_kernels(arguments) if arguments.command == "kernels" else cold(arguments)
+    except UsageError as error:
+        parser.error(str(error))
 
 
 def benchmark_kernels(arguments: argparse.Namespace) -> int:
-    device = torch.device(arguments.device)
-    setting = {
-        "backend": kernels.resolve_backend(arguments.backend, device),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        **{name: getattr(arguments, name) for name in ("batch", "length", "heads", "key_dim", "value_dim", "seed")},
-    }
-    console = Console() if sys.stdout.isatty() else Console(width=120)  # a log has no right edge
-    console.print(", ".join(f"{name} {value}" for name, value in setting.items()), highlight=False)
-    rows = []
-    for rule, decay in NAMES:
-        rows.append(measure_cell(rule, decay, arguments, device))
-        console.print(f"{rows[-1]['op']}: {'ok' if rows[-1]['correct'] else 'WRONG'}", highlight=False)
-    console.print(table_of(rows))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**setting, "ops": rows}, indent=2) + "\n")
-    return 0 if all(row["correct"] for row in rows) else 1
+    device = read_device(arguments.device)
+    gpu = measure.on_gpu(device)
+    shapes = arguments.shapes or read_shapes(GPU_SHAPES if gpu else CPU_SHAPES)
+    decoding = (GPU_DECODING if gpu else CPU_DECODING) if arguments.decode else []
+    if arguments.check_only:  # at sizes of its own
+        shapes, decoding = list({shape.D: shape for shape in reversed(shapes)}.values())[::-1], decoding[:1]
+    peer, missing = choose_peer(arguments.peer, device)
+    options = Options(
+        shapes=shapes,
+        decoding=decoding,
+        ops=arguments.ops,
+        dtype=read_dtype(arguments.dtype, device),
+        device=device,
+        backend=arguments.backend,
+        peer=peer,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        check_only=arguments.check_only,
+        cold=gpu if arguments.cold is None else arguments.cold,
+        cold_peer=arguments.cold_peer,
+        script=__file__,
+        json=arguments.json,
+    )
+    run = Run(options, read_backend(arguments.backend, device))
+    if missing:
+        run.say(missing)
+    status = run.start()
+    run.print_tables(arguments.markdown)
+    return status
 
 
-def measure_cell(rule: str, decay: str, arguments: argparse.Namespace, device: torch.device) -> Row:
-    """Largest error over o and the gradients, and median milliseconds of both implementations."""
-    inputs = random_inputs(rule, decay, arguments, device)
-    d_o = torch.randn_like(inputs["v"])
-
-    def forward(backend: str) -> Tensor:
-        o, _ = kernels.chunk(**inputs, rule=rule, decay=decay, backend=backend)
-        return o
-
-    def inference(backend: str) -> None:
-        with torch.no_grad():
-            forward(backend)
-
-    def both(backend: str) -> list[Tensor]:
-        o = forward(backend)
-        return [o, *torch.autograd.grad(o, list(inputs.values()), d_o)]
-
-    pairs = zip(both(arguments.backend), both("reference"), strict=True)
-    error = torch.stack([(out - ref).norm() / ref.norm() for out, ref in pairs]).max().item()  # keeps a NaN
-    row: Row = {"op": NAMES[rule, decay], "error": error, "correct": error <= TOLERANCE}
-    cases: list[tuple[str, Callable[[str], object]]] = [("forward", inference), ("both", both)]
-    for label, function in cases:
-        fast = median_ms(partial(function, arguments.backend), arguments.repeats, device)
-        slow = median_ms(partial(function, "reference"), max(1, arguments.repeats // 2), device)
-        row |= {f"{label}_ms": fast, f"{label}_reference_ms": slow, f"{label}_ratio": slow / fast}
-    return row
-
-
-def random_inputs(rule: str, decay: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Tensor]:
-    torch.manual_seed(arguments.seed)
-    tokens = (arguments.batch, arguments.length, arguments.heads)
-    inputs = {
-        "q": F.normalize(torch.randn(*tokens, arguments.key_dim), dim=-1),
-        "k": F.normalize(torch.randn(*tokens, arguments.key_dim), dim=-1),
-        "v": torch.randn(*tokens, arguments.value_dim),
-    }
-    if decay != "none":
-        inputs["g"] = -0.1 * torch.rand(*tokens, *([arguments.key_dim] if decay == "channel" else []))
-    if rule == "delta":
-        inputs["beta"] = torch.rand(*tokens)
-    return {name: x.to(device).requires_grad_() for name, x in inputs.items()}
+def add_kernels(command: argparse.ArgumentParser) -> None:
+    switch = argparse.BooleanOptionalAction
+    command.description = __doc__
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_argument(
+        "--shapes",
+        type=read_shapes,
+        metavar="BxTxHxD,…",
+        help=f"K = V = D; default {GPU_SHAPES} on a GPU, {CPU_SHAPES} on a CPU",
+    )
+    command.add_argument(
+        "--ops", type=read_ops, default=list(NAMES.values()), metavar="OP,…", help=", ".join(NAMES.values())
+    )
+    add_common(command)
+    command.add_argument(
+        "--peer", default="auto", choices=("auto", "fla", "none"), help="auto: fla on a GPU, the reference on a CPU"
+    )
+    command.add_argument(
+        "--repeats",
+        type=positive,
+        default=5,
+        help="timed runs on a CPU; on a GPU as many as take this times 20 ms (default 5)",
+    )
+    command.add_argument("--check-only", action="store_true", help="errors, tensor by tensor, and nothing else")
+    command.add_argument("--decode", action=switch, default=True, help="time decoding, too (default)")
+    command.add_argument("--cold", action=switch, help="cold start at the first shape (default on a GPU)")
+    command.add_argument("--cold-peer", action="store_true", help="the peer's, too: minutes an op")
+    command.add_argument("--markdown", action="store_true", help="print the tables as Markdown as well")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write setting and rows there, after every row")
 
 
-def median_ms(function: Callable[[], object], repeats: int, device: torch.device) -> float:
-    function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+def add_cold(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--op", required=True, choices=tuple(NAMES.values()))
+    command.add_argument("--in-kernel", action="store_true")
+    command.add_argument("--shape", type=read_shape, required=True)
+    command.add_argument("--contender", choices=("ours", "fla"), default="ours")
+    add_common(command)
 
 
-def table_of(rows: list[Row]) -> Table:
-    table = Table(title="milliseconds, median; ratio = reference / chunk")
-    table.add_column("op")
-    for label in ("error", "forward", "reference", "ratio", "forward + backward", "reference", "ratio"):
-        table.add_column(label, justify="right")
-    for row in rows:
-        cells = [str(row["op"]), f"{row['error']:.1e}" if row["correct"] else f"[red]{row['error']:.1e}[/red]"]
-        for label in ("forward", "both"):
-            cells += [f"{row[f'{label}_ms']:.1f}", f"{row[f'{label}_reference_ms']:.1f}"]
-            cells += [f"{row[f'{label}_ratio']:.1f}×"]
-        table.add_row(*cells)
-    return table
+def add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="of q, k, v; default bfloat16 on a GPU, float32 on a CPU"
+    )
+    command.add_argument("--backend", default="auto", choices=kernels.BACKENDS, help="which of our implementations")
+    command.add_argument("--device", help="cpu, cuda or cuda:N; default cuda if there is one")
+    command.add_argument("--seed", type=int, default=0)
+
+
+def read_shape(text: str) -> Shape:
+    try:
+        return Shape.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def read_shapes(text: str) -> list[Shape]:
+    return [read_shape(part) for part in text.split(",")]
+
+
+def read_ops(text: str) -> list[str]:
+    ops = text.split(",")
+    for op in ops:
+        if op not in NAMES.values():
+            raise argparse.ArgumentTypeError(f"got {op!r}, accepted: {', '.join(NAMES.values())}")
+    return ops
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1 on")
+    return int(text)
+
+
+def read_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    return DTYPES[name or ("bfloat16" if measure.on_gpu(device) else "float32")]
+
+
+def read_backend(name: str, device: torch.device) -> str:
+    """The implementation that `name` stands for on the device."""
+    try:
+        return kernels.resolve_backend(name, device)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+
+
+def read_device(name: str | None) -> torch.device:
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise UsageError(f"--device: got {name!r}, accepted: cpu, cuda, cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device: got {name!r}, but torch sees {torch.cuda.device_count()} CUDA GPUs; accepted: cpu")
+    device = torch.device(name)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # events and memory are of the current one
+    return device
+
+
+def choose_peer(wanted: str, device: torch.device) -> tuple[Contender | None, str | None]:
+    """The peer, and a line to print where there is none that should be."""
+    if wanted == "none":
+        return None, None
+    if not measure.on_gpu(device):
+        if wanted == "fla":
+            raise UsageError("--peer: got 'fla' on a CPU, accepted: auto, none")
+        return ours("reference", name="reference"), None
+    try:
+        if importlib.util.find_spec("fla") is None:
+            raise ModuleNotFoundError("fla is not installed")
+        importlib.import_module("fla.ops")
+    except Exception as error:  # whatever its import runs into
+        line = str(error) if str(error) == "fla is not installed" else f"fla: {measure.one_line(error)}"
+        if wanted == "fla":
+            raise UsageError(f"--peer: got 'fla', but {line}; accepted: auto, none") from None
+        return None, f"{line}: only our times"
+    return fla(), None
+
+
+def cold(arguments: argparse.Namespace) -> int:
+    """Print the seconds of the first forward and backward of this process as a line of JSON."""
+    device = read_device(arguments.device)
+    case = Case(arguments.op, arguments.in_kernel)
+    contender = fla() if arguments.contender == "fla" else ours(arguments.backend)
+    call = contender.bind(case, "chunk")
+    inputs = make_inputs(case, arguments.shape, read_dtype(arguments.dtype, device), device, arguments.seed)
+    print(json.dumps({"seconds": measure.seconds_of_first_step(call, measure.Problem.of(inputs), device)}))
+    return 0
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_python_commands(
     if script == "scripts/sample.py":
         arguments.append("max_new_tokens=3")
     if script == "scripts/benchmark.py":
-        arguments += ["--length", "64", "--batch", "1", "--heads", "1"]
+        arguments += ["--shapes", "1x64x1x16"]
     try:
         call(monkeypatch, script, arguments)
     except SystemExit as end:

@@ -1,0 +1,282 @@
+"""A run of `benchmark.py kernels`: row after row, kept in a file as they come, tables at the end."""
+
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.benchmarking import measure
+from scripts.benchmarking.cases import Case, Contender, Shape, cases_of, floor_bytes, make_inputs, ours
+from scripts.benchmarking.measure import Problem
+from scripts.benchmarking.report import (
+    Row,
+    Sheet,
+    decode_sheet,
+    error_sheet,
+    failures,
+    number,
+    plain_console,
+    scientific,
+    show,
+    timing_sheet,
+)
+
+Result = dict[str, Any]
+
+
+class UsageError(Exception):
+    """What the user can mend, in one line."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line, defaults filled in."""
+
+    shapes: list[Shape]
+    decoding: list[Shape]
+    ops: list[str]
+    dtype: torch.dtype
+    device: torch.device
+    backend: str
+    peer: Contender | None
+    repeats: int
+    seed: int
+    check_only: bool
+    cold: bool
+    cold_peer: bool
+    script: str
+    json: Path | None
+
+
+def version(*packages: str) -> str | None:
+    for package in packages:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            pass
+    return None
+
+
+def setting_of(options: Options, resolved: str) -> dict[str, Any]:
+    """What the numbers depend on beside the code."""
+    gpu = measure.on_gpu(options.device)
+    is_fla = options.peer is not None and options.peer.name == "fla"
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(options.device) if gpu else f"cpu {platform.processor()}".strip(),
+        "backend": resolved,
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "fla": version("fla-core", "flash-linear-attention") if is_fla else None,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "seed": options.seed,
+        "command": shlex.join(["python", *sys.argv]),
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("TRITON_", "FLA_"))} or None,
+    }
+
+
+class Run:
+    def __init__(self, options: Options, resolved: str) -> None:
+        self.options, self.dtype, self.device = options, options.dtype, options.device
+        self.gpu = measure.on_gpu(options.device)
+        self.compares_at_shape = self.gpu and resolved != "torch"  # which is what a slice is compared with
+        self.contenders = [ours(options.backend)] + ([options.peer] if options.peer else [])
+        self.peer = options.peer.name if options.peer else None
+        self.setting = setting_of(options, resolved)
+        self.console = plain_console(sys.stdout.isatty())
+        self.bandwidth: float | None = None
+        self.checked: dict[tuple[Case, int], dict[str, Result]] = {}
+        self.rows: list[Row] = []
+        self.decoding: list[Row] = []
+
+    def start(self) -> int:
+        """Measure everything, with a line a row; 1 if one of ours is wrong."""
+        began = time.perf_counter()
+        self.save()
+        self.say(", ".join(f"{name} {value}" for name, value in self.setting.items() if value is not None))
+        if self.gpu and not self.options.check_only:
+            self.bandwidth = self.setting["copy_bytes_per_s"] = measure.copy_bandwidth(self.device)
+            self.say(f"copy {self.bandwidth / 1e12:.2f} TB/s")
+        cases = cases_of(self.options.ops)
+        for shape in self.options.shapes:
+            for case in cases:
+                self.finish(self.rows, self.chunk_row(case, shape))
+        for shape in self.options.decoding:
+            for case in cases:
+                if not case.in_kernel:
+                    self.finish(self.decoding, self.decode_row(case, shape))
+        self.setting["run_s"] = time.perf_counter() - began
+        self.save()
+        self.say(f"{self.setting['run_s']:.0f} s")
+        return 1 if any(row["wrong"] for row in self.rows + self.decoding) else 0
+
+    def say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def save(self) -> None:
+        if self.options.json:
+            content = {**self.setting, "ops": self.rows, "decoding": self.decoding}
+            try:
+                self.options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise UsageError(f"--json: {error}") from None
+
+    def finish(self, rows: list[Row], row: Row) -> None:
+        """Judge, keep and tell of a row."""
+        row["wrong"] = self.wrong(row["results"]["ours"])
+        rows.append(row)
+        self.save()
+        parts = [f"{row['shape']} {row['op']}: {'WRONG, ' + ', '.join(row['wrong']) if row['wrong'] else 'ok'}"]
+        for name, result in row["results"].items():
+            times = [number(result[key], " ms") for key in ("forward_ms", "both_ms", "step_ms") if key in result]
+            failed = failures(result) if name != "ours" else []  # ours are told already
+            parts.append(f"{name} " + ", ".join([f"error {scientific(result.get('error'))}", *times, *failed]))
+        self.say("; ".join(parts))
+        measure.release_memory(self.device)
+
+    def wrong(self, result: Result) -> list[str]:
+        """What is the matter with ours, nothing if all is well."""
+        wrong = measure.beyond(result.get("errors", {}), self.dtype)
+        for name, error in result.get("errors_at_shape", {}).items():
+            if not error <= measure.LIMIT_AT_SHAPE:
+                wrong.append(f"{name} at the timed shape {error:.1e}, limit {measure.LIMIT_AT_SHAPE:.0e}")
+        return wrong + failures(result)
+
+    def attempt(self, result: Result, stage: str, function: Callable[[], Result]) -> None:
+        """Add what `function` measures; if it fails, add why, and let the run go on."""
+        try:
+            result |= function()
+        except Exception as error:
+            result[f"{stage}_failed"] = measure.one_line(error)
+        if f"{stage}_failed" in result:
+            measure.release_memory(self.device)  # now that the error is gone, whose traceback held tensors
+
+    # The chunkwise ops
+
+    def chunk_row(self, case: Case, shape: Shape) -> Row:
+        results = {name: dict(result) for name, result in self.chunk_errors(case, shape.D).items()}
+        row: Row = {"op": case.label, "shape": str(shape), "results": results}
+        if not self.options.check_only:
+            self.attempt(results["ours"], "inputs", lambda: self.time_row(row, case, shape))
+        return row
+
+    def chunk_errors(self, case: Case, D: int) -> dict[str, Result]:
+        """Of each contender by name; measured once for every D."""
+        if (case, D) not in self.checked:
+            found = measure.chunk_errors(self.contenders, case, D, self.dtype, self.device, self.options.seed)
+            self.checked[case, D] = {
+                contender.name: {"check_failed": errors}
+                if isinstance(errors, str)
+                else {"errors": errors, "error": measure.worst(errors)}
+                for contender, errors in zip(self.contenders, found, strict=True)
+            }
+        return self.checked[case, D]
+
+    def time_row(self, row: Row, case: Case, shape: Shape) -> Result:
+        """Add the floor and what is timed of every contender to the row."""
+        seed = self.options.seed
+        inputs = make_inputs(case, shape, self.dtype, self.device, seed)
+        if self.bandwidth:
+            row["floor_ms"] = {key: 1e3 * n / self.bandwidth for key, n in floor_bytes(inputs).items()}
+        short = Shape(1, measure.HOST_TOKENS, shape.H, shape.D)
+        problem, tiny = Problem.of(inputs), Problem.of(make_inputs(case, short, self.dtype, self.device, seed))
+        for contender in self.contenders:
+            self.time_chunk(contender, case, problem, tiny, row["results"][contender.name])
+            if shape == self.options.shapes[0] and self.wants_cold(contender):
+                self.attempt(row["results"][contender.name], "cold", partial(self.cold, contender, case, shape))
+        return {}
+
+    def time_chunk(self, contender: Contender, case: Case, problem: Problem, tiny: Problem, result: Result) -> None:
+        """What is timed of one op of one contender, added to the result."""
+        repeats = max(1, self.options.repeats // 2) if contender.name == "reference" else self.options.repeats
+        try:
+            call = contender.bind(case, "chunk")
+        except Exception as error:
+            result["import_failed"] = measure.one_line(error)
+            return
+        forward, both = partial(problem.forward, call), partial(problem.both, call)
+        if self.compares_at_shape and contender.name == "ours":
+            self.attempt(
+                result, "check_at_shape", lambda: {"errors_at_shape": measure.errors_at_shape(call, case, problem)}
+            )
+        self.attempt(result, "forward", lambda: {"forward_ms": measure.median_ms(forward, repeats, self.device)})
+        self.attempt(result, "both", lambda: {"both_ms": measure.median_ms(both, repeats, self.device)})
+        if self.gpu:
+            self.attempt(result, "memory", lambda: {"extra_mib": measure.extra_mib(both)})
+            self.attempt(result, "host", lambda: {"host_us": measure.host_us(partial(tiny.both, call))})
+
+    def wants_cold(self, contender: Contender) -> bool:
+        return self.options.cold if contender.name == "ours" else self.options.cold_peer and contender.name == "fla"
+
+    def cold(self, contender: Contender, case: Case, shape: Shape) -> Result:
+        measure.release_memory(self.device)
+        words = ["--op", case.op, "--shape", str(shape), "--contender", contender.name]
+        words += ["--dtype", self.setting["dtype"], "--backend", self.options.backend]
+        words += ["--device", str(self.device), "--seed", str(self.options.seed)]
+        words += ["--in-kernel"] if case.in_kernel else []
+        return {"cold_s": measure.cold_seconds(self.options.script, words)}
+
+    # Decoding
+
+    def decode_row(self, case: Case, shape: Shape) -> Row:
+        results: dict[str, Result] = {contender.name: {} for contender in self.contenders}
+        row: Row = {"op": case.op, "shape": str(shape), "results": results}
+        for contender in self.contenders:
+            result = results[contender.name]
+            self.attempt(result, "check", partial(self.decode_errors, contender, case, shape))
+            if not self.options.check_only:
+                self.attempt(result, "times", partial(self.decode_times, contender, case, shape))
+        if self.bandwidth:
+            row["floor_ms"] = {"step": 1e3 * measure.decode_bytes(shape) / self.bandwidth}
+        return row
+
+    def decode_errors(self, contender: Contender, case: Case, shape: Shape) -> Result:
+        errors = measure.decode_errors(contender, case, shape.D, self.dtype, self.device, self.options.seed)
+        return {"errors": errors, "error": measure.worst(errors)}
+
+    def decode_times(self, contender: Contender, case: Case, shape: Shape) -> Result:
+        inputs, state = measure.decode_inputs(case, shape, self.dtype, self.device, self.options.seed)
+        step = measure.decode_step(contender.bind(case, "fused_recurrent"), inputs, state)
+        result = {"step_ms": measure.median_ms(step, self.options.repeats, self.device)}
+        return {**result, "host_us": measure.host_us(step)} if self.gpu else result
+
+    # Tables
+
+    def sheets(self) -> list[Sheet]:
+        dtype, sheets = self.setting["dtype"], []
+        if self.options.check_only:
+            for shape in self.options.shapes:
+                rows = [row for row in self.rows if row["shape"] == str(shape)]
+                sheets.append(error_sheet(f"‖out − ref‖ / ‖ref‖ at D={shape.D}, {dtype}", rows))
+            if self.decoding:
+                sheets.append(error_sheet(f"‖out − ref‖ / ‖ref‖ of a decoded token, {dtype}", self.decoding))
+            return sheets
+        for shape in self.options.shapes:
+            rows = [row for row in self.rows if row["shape"] == str(shape)]
+            title = f"{shape} {dtype}, medians" + (f"; ratio = {self.peer} / ours" if self.peer else "")
+            sheets.append(timing_sheet(title, rows, self.peer))
+        if self.decoding:
+            shape = self.options.decoding[0]
+            title = f"decoding a token, H={shape.H} D={shape.D} {dtype}, float32 state, medians"
+            sheets.append(decode_sheet(title, self.decoding, self.peer))
+        return sheets
+
+    def print_tables(self, markdown: bool) -> None:
+        sheets = self.sheets()
+        for sheet in sheets:
+            show(self.console, sheet)
+        if markdown:
+            print("\n\n".join(sheet.markdown() for sheet in sheets))

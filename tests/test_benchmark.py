@@ -1,0 +1,271 @@
+"""scripts/benchmark.py: its arguments, counts and tables, and the whole GPU run with the GPU's own calls replaced."""
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support import ROOT
+
+import kernels
+from scripts import benchmark
+from scripts.benchmarking import measure, run
+from scripts.benchmarking.cases import NAMES, Case, Shape, cases_of, floor_bytes, make_inputs
+from scripts.benchmarking.report import build, number
+
+CPU = torch.device("cpu")
+U = 8 * 4096 * 16 * 128 * 2  # bytes of a bf16 tensor of the first shape
+
+# A peer with fla's names, which computes with ours; its Gated DeltaNet fails.
+OPS = {
+    "kda": """
+def chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+              use_gate_in_kernel=False, safe_gate=False, lower_bound=None, A_log=None, dt_bias=None):
+    if use_gate_in_kernel:
+        assert safe_gate and lower_bound == -5.0
+        g = lower_bound * torch.sigmoid(A_log.exp()[:, None] * (g + dt_bias.view(g.shape[2:])))
+    return kernels.chunk_kda(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel)
+fused_recurrent_kda = kernels.fused_recurrent_kda
+""",
+    "gated_delta_rule": """
+def chunk_gated_delta_rule(**inputs):
+    raise RuntimeError("refused\\nhere")
+fused_recurrent_gated_delta_rule = kernels.fused_recurrent_gated_delta_rule
+""",
+    "delta_rule": "from kernels import chunk_delta_rule, fused_recurrent_delta_rule",
+    "linear_attn": "from kernels import chunk_linear_attn, fused_recurrent_linear_attn",
+    "simple_gla": "from kernels import chunk_simple_gla, fused_recurrent_simple_gla",
+    "gla": """
+from kernels import chunk_gla
+def fused_recurrent_gla(q, k, v, gk, scale=None, initial_state=None, output_final_state=False):
+    return kernels.fused_recurrent_gla(q, k, v, gk, scale, initial_state, output_final_state)
+""",
+}
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package called fla."""
+    for name, text in {"fla/__init__": "", "fla/ops/__init__": "", **{f"fla/ops/{op}": OPS[op] for op in OPS}}.items():
+        path = tmp_path / "peer" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"import torch\nimport kernels\n{text}", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path / "peer"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'peer'}:{ROOT}")
+    for name in [name for name in sys.modules if name == "fla" or name.startswith("fla.")]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in [name for name in sys.modules if name == "fla" or name.startswith("fla.")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU passes for a GPU: what asks the driver is replaced."""
+    testing = pytest.importorskip("triton.testing")
+
+    def do_bench(function, warmup: int, rep: int, return_mode: str) -> float:  # type: ignore[no-untyped-def]
+        assert (warmup, rep, return_mode) == (25, 100, "median")
+        function()
+        return 2.0
+
+    monkeypatch.setattr(testing, "do_bench", do_bench)
+    monkeypatch.setattr(measure, "on_gpu", lambda device: True)
+    monkeypatch.setattr(measure, "COPY_BYTES", 1000)
+    monkeypatch.setattr(measure, "HOST_BLOCKS", 2)
+    monkeypatch.setattr(benchmark, "GPU_DECODING", [Shape(4, 1, 2, 16), Shape(1, 1, 2, 16)])
+    monkeypatch.setattr(benchmark, "GPU_SHAPES", "2x64x4x16,1x70x2x16")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * 2**20)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["scripts/benchmark.py", *words])
+    return benchmark.main()
+
+
+def test_gpu_run(
+    pretend_gpu: None,
+    stand_in: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Everything that a GPU run does, on a CPU: each column filled, a peer that fails beside one that doesn't."""
+    compared = []
+    monkeypatch.setattr(measure, "CHECKED", {"B": 1, "T": 20, "H": 2})
+    monkeypatch.setattr(run, "setting_of", lambda options, resolved, f=run.setting_of: f(options, "triton"))
+    whole = measure.errors_at_shape
+    monkeypatch.setattr(measure, "errors_at_shape", lambda *xs: compared.append(whole(*xs)) or compared[-1])
+    monkeypatch.setattr(benchmark, "read_backend", lambda name, device: "triton")
+    cold = []
+    seconds = measure.cold_seconds
+    monkeypatch.setattr(
+        measure, "cold_seconds", lambda s, words: cold.append(words) or (seconds(s, words) if len(cold) < 3 else 1.5)
+    )
+    words = ("kernels", "--device", "cpu", "--cold-peer", "--markdown", "--json", "out.json")
+    assert call(monkeypatch, *words) == 0
+    out = capsys.readouterr().out
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["device"] == "a GPU" and content["dtype"] == "bfloat16"
+    assert content["copy_bytes_per_s"] == pytest.approx(2 * 1000 / 2e-3)
+    assert [row["op"] for row in content["ops"][:7]] == [*NAMES.values(), "kda, gate and norm in kernel"]
+    assert len(content["ops"]) == 14 and len(content["decoding"]) == 12
+    for i, row in enumerate(content["ops"]):
+        mine, theirs = row["results"]["ours"], row["results"]["fla"]
+        assert mine["forward_ms"] == mine["both_ms"] == 2.0 and mine["extra_mib"] == 4.0 and mine["host_us"] > 0
+        assert ("cold_s" in mine) == (i < 7)
+        assert mine["errors_at_shape"].keys() == mine["errors"].keys() - {
+            "state",
+            "dinitial_state",
+            "dA_log",
+            "ddt_bias",
+        }
+        assert row["floor_ms"]["both"] > 2 * row["floor_ms"]["forward"] > 0
+        if row["op"] == "gated_delta_rule":
+            assert (
+                theirs["check_failed"] == theirs["both_failed"] == "RuntimeError: refused" and "both_ms" not in theirs
+            )
+        else:
+            assert theirs["both_ms"] == 2.0 and theirs["error"] < 4e-3
+    assert len(compared) == 14 and all(measure.worst(errors) < 5e-3 for errors in compared)
+    assert sum("--in-kernel" in words for words in cold) == 2 and sum("fla" in words for words in cold) == 7
+    for row in content["decoding"]:
+        assert row["results"]["fla"]["step_ms"] == 2.0 and row["floor_ms"]["step"] > 0
+        assert row["results"]["ours"]["host_us"] > 0 and row["results"]["fla"]["error"] < 4e-3
+    assert "| op | error, ours | error, fla | fwd ms, ours |" in out
+    assert "fla: 2x64x4x16 gated_delta_rule: both failed: RuntimeError: refused" in out
+    assert max(len(line) for line in out.splitlines() if line.startswith(" kda")) <= 160
+
+
+def test_wrong_and_failing_ops(
+    pretend_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NaN is wrong, an exception is, and the rest of the run goes on."""
+    true = kernels.chunk_kda
+
+    def nan(*args, **options):  # type: ignore[no-untyped-def]
+        o, state = true(*args, **options)
+        return (o * float("nan") if options["backend"] == "auto" else o), state
+
+    def broken(*args, **options):  # type: ignore[no-untyped-def]
+        if options["backend"] == "auto":
+            raise torch.OutOfMemoryError("out of memory")
+        return kernels.chunk(*args, **options, rule="additive", decay="channel")
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "fla" else find(name, *more))
+    monkeypatch.setattr(kernels, "chunk_kda", nan)
+    monkeypatch.setattr(kernels, "chunk_gla", broken)
+    monkeypatch.setattr(measure, "CHECKED", {"B": 1, "T": 20, "H": 2})
+    words = (
+        "kernels",
+        "--device",
+        "cpu",
+        "--ops",
+        "gla,delta_rule,kda",
+        "--no-cold",
+        "--no-decode",
+        "--shapes",
+        "1x64x1x16",
+    )
+    assert call(monkeypatch, *words) == 1
+    out = capsys.readouterr().out
+    assert "fla is not installed: only our times" in out and "ratio" not in out
+    assert "WRONG: 1x64x1x16 gla: check failed: OutOfMemoryError: out of memory" in out
+    assert "WRONG: 1x64x1x16 kda: o nan, limit 4e-03" in out
+    assert "1x64x1x16 delta_rule: ok" in out
+
+
+def test_cpu_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("kernels", "--device", "cpu", "--shapes", "1x64x1x16", "--ops", "kda", "--repeats", "1", "--cold")
+    assert call(monkeypatch, *words) == 0
+    out = capsys.readouterr().out
+    assert "reference" in out and "cold" in out and "floor" not in out and "fla" not in out
+
+
+def test_check_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--device", "cpu", "--shapes", "1x64x1x16,2x9x1x16", "--ops", "kda", "--check-only", "--dtype", "bf16")
+    assert call(monkeypatch, "kernels", *words) == 0
+    out = capsys.readouterr().out
+    assert "dinitial_state" in out and "ddt_bias" in out and "fwd ms" not in out and "2x9x1x16 kda" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--shapes", "1x2x3"], "BxTxHxD"),
+        (["--shapes", "1x0x3x4"], "BxTxHxD"),
+        (["--ops", "kda,mamba"], "linear_attn, simple_gla, gla, delta_rule, gated_delta_rule, kda"),
+        (["--dtype", "float8"], "bfloat16"),
+        (["--device", "tpu"], "cpu, cuda, cuda:N"),
+        (["--device", "cuda:99"], "accepted: cpu"),
+        (["--device", "cpu", "--peer", "fla"], "auto, none"),
+        (["--repeats", "0"], "a whole number from 1 on"),
+        (["--device", "cpu", "--json", "no/such/folder"], "--json"),
+    ],
+)
+def test_errors_are_one_line(
+    words: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        call(monkeypatch, "kernels", *words)
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and message.count("\n") == 1 and message.startswith("error: ") and expected in message
+
+
+def test_bytes() -> None:
+    """U is one tensor of q's size: forward 5U and backward 9U with a gate in q's dtype, more with a float32 gate."""
+    shape = Shape(8, 4096, 16, 128)
+    with torch.device("meta"):
+        like = {name: torch.empty(8, 4096, 16, 128, dtype=torch.bfloat16) for name in "qkvg"}
+        wide = {**like, "g": torch.empty(8, 4096, 16, 128)}
+    assert floor_bytes(like) == {"forward": 5 * U, "both": 14 * U}
+    assert floor_bytes(wide) == {"forward": 6 * U, "both": 17 * U}
+    assert measure.decode_bytes(Shape(256, 1, 16, 128)) == 2 * 256 * 16 * 128 * 128 * 4
+    assert str(shape) == "8x4096x16x128" and Shape.parse(str(shape)) == shape
+
+
+@pytest.mark.parametrize("case", cases_of(list(NAMES.values())), ids=lambda case: case.label)
+def test_inputs(case: Case) -> None:
+    """The gates are mild on average and the initial dt lies in its range; the same seed gives the same tensors."""
+    inputs = make_inputs(case, Shape(2, 300, 4, 32), torch.bfloat16, CPU, seed=3)
+    again = make_inputs(case, Shape(2, 300, 4, 32), torch.bfloat16, CPU, seed=3)
+    assert all(torch.equal(inputs[name], again[name]) for name in inputs)
+    if "beta" in inputs:
+        assert inputs["beta"].dtype == torch.bfloat16 and 0 < inputs["beta"].min() < inputs["beta"].max() < 1
+    if case.in_kernel:
+        dt = torch.nn.functional.softplus(inputs["dt_bias"])
+        assert inputs["g"].dtype == torch.bfloat16 and dt.min() > 0.99e-3 and dt.max() < 0.101
+        assert 1 <= inputs["A_log"].exp().min() < inputs["A_log"].exp().max() <= 16.01
+    elif "g" in inputs:
+        assert inputs["g"].dtype == torch.float32 and inputs["g"].max() < 0 and -2 < inputs["g"].mean() < 0
+        assert torch.allclose(inputs["q"].float().norm(dim=-1), torch.ones(()), atol=1e-2)
+
+
+def test_numbers() -> None:
+    assert [number(x) for x in (0.01234, 0.1234, 1.234, 12.34, 123.4, 12345.6, 0.0, None)] == [
+        "0.0123",
+        "0.123",
+        "1.23",
+        "12.3",
+        "123",
+        "12,346",
+        "0",
+        "–",
+    ]
+    assert math.isnan(measure.worst({"a": 1.0, "b": float("nan")}))
+    assert measure.beyond({"o": 3e-3, "dq": float("nan"), "dk": 4.5e-3}, torch.bfloat16) == ["dq nan, limit 5e-03"]
+
+
+def test_empty_columns_are_left_out() -> None:
+    rows = [{"op": "kda", "shape": "1x1x1x1", "results": {"ours": {}}, "wrong": []}]
+    sheet = build("title", rows, [("op", lambda row: row["op"]), ("a\nb", lambda row: "1"), ("c", lambda row: "–")])
+    assert sheet.markdown() == "title\n\n| op | a, b |\n|---|---:|\n| kda | 1 |"
