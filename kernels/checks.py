@@ -131,8 +131,9 @@ def read_cu_seqlens(cu_seqlens: Tensor | None, B: int, T: int) -> list[int] | No
     check_cu_seqlens(cu_seqlens, B)
     if cu_seqlens is None:
         return None
-    last, version = _last_read, cu_seqlens._version
-    if last is not None and last.cu_seqlens is cu_seqlens and (last.version, last.T) == (version, T):
+    # What inference mode makes counts no versions: it may have changed.
+    last, version = _last_read, -1 if cu_seqlens.is_inference() else cu_seqlens._version
+    if last is not None and last.cu_seqlens is cu_seqlens and (last.version, last.T) == (version, T) and version >= 0:
         return last.bounds
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in pairwise(bounds)):

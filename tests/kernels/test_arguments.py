@@ -229,3 +229,12 @@ def test_softmax_attention_refuses(kind: type[Exception], message: str, change: 
     keys = torch.zeros(1, 6, 2, 8)
     with pytest.raises(kind, match=message):
         softmax_attention(**{"q": torch.zeros(1, 6, 4, 8), "k": keys, "v": keys, **change})
+
+
+def test_boundaries_made_under_inference_mode_are_read_every_time() -> None:
+    """They count no versions."""
+    with torch.inference_mode():
+        bounds = torch.tensor([0, 3, 10])
+        assert read_cu_seqlens(bounds, 1, 10) == [0, 3, 10]
+        bounds[1] = 4
+        assert read_cu_seqlens(bounds, 1, 10) == [0, 4, 10]
