@@ -22,30 +22,28 @@ from kernels.checks import (
     read_cu_seqlens,
     resolve_backend,
 )
+from kernels.gpu.tiles import WIDEST
 
 RULES = ("additive", "delta")
 DECAYS = ("none", "scalar", "channel")
 
 NORM_EPS = 1e-6  # under the root of the query and key norm
 NORMALIZER_EPS = 1e-10  # added to zᵀq
-WIDEST_FOR_TRITON = 256  # key or value channels of a head
 
-TRITON: dict[str, dict[str, Callable[..., tuple[Tensor, Tensor]]]] = {"chunk": {}, "recurrent": {}}
+Implementation = Callable[..., tuple[Tensor, Tensor]]
+CHUNK: dict[str, Implementation] = {"torch": chunk_torch.chunk, "reference": reference.recurrence}
+RECURRENT: dict[str, Implementation] = {"torch": recurrent_torch.recurrent, "reference": reference.recurrence}
 if importlib.util.find_spec("triton") is not None:
-    from kernels.gpu.chunk import chunk as _triton_chunk
-    from kernels.gpu.recurrent import recurrent as _triton_recurrent
+    from kernels.gpu.chunk import chunk as _chunk
+    from kernels.gpu.recurrent import recurrent as _recurrent
 
-    TRITON = {"chunk": {"triton": _triton_chunk}, "recurrent": {"triton": _triton_recurrent}}
+    CHUNK["triton"], RECURRENT["triton"] = _chunk, _recurrent
 
 Result = tuple[Tensor, Tensor | None]
 Function = Callable[..., Result]
 
 
-def _generic(
-    name: str,
-    form: str,
-    implementations: dict[str, Callable[..., tuple[Tensor, Tensor]]],
-) -> Function:
+def _generic(name: str, form: str, implementations: dict[str, Implementation]) -> Function:
     """`chunk` or `fused_recurrent`: the same options in front of one implementation per backend.
 
     The Triton kernels do norm, gate and sigmoid themselves; for the others they are done here.
@@ -155,10 +153,10 @@ def _generic(
 
 def _fits_triton(dtype: torch.dtype, K: int, V: int, backend: str) -> bool:
     """Whether the Triton kernels take these; if not, "auto" goes without and "triton" is refused."""
-    fits = dtype == torch.float32 and max(K, V) <= WIDEST_FOR_TRITON
+    fits = dtype == torch.float32 and max(K, V) <= WIDEST
     if not fits and backend == "triton":
         raise ValueError(
-            f"backend: got 'triton' for K = {K}, V = {V} in {dtype}, accepted: K, V ≤ {WIDEST_FOR_TRITON} in 16 or 32 "
+            f"backend: got 'triton' for K = {K}, V = {V} in {dtype}, accepted: K, V ≤ {WIDEST} in 16 or 32 "
             "bits; backend='torch' takes any"
         )
     return fits
@@ -220,13 +218,5 @@ def _log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
     return F.softplus(g) * (rate if g.dim() == 3 else rate.unsqueeze(1))
 
 
-chunk = _generic(
-    "chunk",
-    "in chunks of tokens: for training and long prompts",
-    {**TRITON["chunk"], "torch": chunk_torch.chunk, "reference": reference.recurrence},
-)
-fused_recurrent = _generic(
-    "fused_recurrent",
-    "token by token: for decoding",
-    {**TRITON["recurrent"], "torch": recurrent_torch.recurrent, "reference": reference.recurrence},
-)
+chunk = _generic("chunk", "in chunks of tokens: for training and long prompts", CHUNK)
+fused_recurrent = _generic("fused_recurrent", "token by token: for decoding", RECURRENT)

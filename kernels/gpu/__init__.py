@@ -17,14 +17,14 @@ What KDA must move, do and start at B×T×H×D = 8×4096×16×128 in bf16, with 
 
 | kernel            | reads                          | writes                    | U    | GFLOP | programs |
 |-------------------|--------------------------------|---------------------------|------|-------|----------|
-| pairs             | q k g                          | G q̃ k̃ k̄ W P               | 10   | 56    | 8,192    |
-| scan              | q̃ k̃ k̄ v W P                   | o S E                     | 9    | 86    | 128      |
+| pairs             | q k g                          | G q̃ k̃ k̄ W P               | 10   | 94    | 8,192    |
+| scan              | q̃ k̃ k̄ v W P                   | o S E                     | 9    | 77    | 128      |
 | prepare           | q k g                          | G q̃ k̃ k̄                   | 9    | –     | 16,384   |
-| reverse_scan      | q̃ k̃ k̄ dO W P                  | dV dS                     | 8    | 86    | 128      |
+| reverse_scan      | q̃ k̃ k̄ dO W P                  | dV dS                     | 8    | 77    | 128      |
 | pair_gradients    | v dO dV E                      | Z M                       | 5.25 | 17    | 8,192    |
-| channel_gradients | q k G dO dV E S dS Z M         | dq dk dg                  | 16   | 120   | 16,384   |
+| channel_gradients | q k G dO dV E S dS Z M         | dq dk dg                  | 16   | 138   | 16,384   |
 
-57 U or 1.8 ms at copy speed, 365 GFLOP or 0.5 ms at 790 TFLOP/s. Alive at the peak, in the gradients: S E W P o of the
+57 U or 1.8 ms at copy speed, 403 GFLOP or 0.5 ms at 790 TFLOP/s. Alive at the peak, in the gradients: S E W P o of the
 forward (5 U), dS Z M dV dq dk and dg over G (8.25 U). A scalar decay or none needs neither prepare nor its outputs:
 pairs 3 U, scan 8 U, reverse_scan 7 U, scalar_gradients 12 U.
 

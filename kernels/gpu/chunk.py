@@ -8,7 +8,6 @@ break, shapes by fakes). Outside of a compiler an autograd.Function does: the di
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -67,13 +66,8 @@ def traced(x: Tensor) -> bool:
     return type(x) not in (Tensor, torch.nn.Parameter) or _get_current_dispatch_mode() is not None
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Any]:
+def contiguous(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
-
-
-def _on(device: torch.device) -> Any:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _prepared(p: Plan) -> dict[str, Tensor]:
@@ -128,7 +122,7 @@ def _forward(
     keep: bool,
 ) -> list[Tensor]:
     """[o, state] and, with `keep`, the list of `_kept`."""
-    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = _contiguous(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = contiguous(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens
     )
     p = plan_for(q, k, v, g, A_log, dt_bias, cu_seqlens, scale, rule, decay, l2norm, sigmoid)
@@ -144,7 +138,7 @@ def _forward(
         (drop,) = rest
     else:
         G, norms = rest
-    with _on(p.device):
+    with torch.cuda.device_of(q):  # where Triton launches
         chunks, offsets = p.order(cu_seqlens)
         pairs_kernel[(p.tiles,)](
             q, k, g, beta, A_log, dt_bias, G, *states, drop, norms, W, P, chunks, **p.sizes, **p.pairs
@@ -178,14 +172,14 @@ def _backward(
     sigmoid: float,
 ) -> list[Tensor]:
     """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; an empty tensor where there is none."""
-    d_o, d_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = _contiguous(
+    d_o, d_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = contiguous(
         d_o, d_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens
     )
     p = plan_for(q, k, v, g, A_log, dt_bias, cu_seqlens, scale, rule, decay, l2norm, sigmoid)
     S, E, W, P, *rest = saved
     d_beta, d_initial = _like(beta, q), _like(initial_state, q)
     d_v, dS = p.empty(*v.shape), p.empty(p.tiles, p.VP, p.KP)
-    with _on(p.device):
+    with torch.cuda.device_of(q):  # where Triton launches
         chunks, offsets = p.order(cu_seqlens)
         made: dict[str, Tensor] = {}
         if p.channel:
@@ -250,7 +244,7 @@ def _like(x: Tensor | None, q: Tensor) -> Tensor:
     return q.new_empty(0) if x is None else x.new_empty(x.shape)
 
 
-def _differentiate(
+def differentiate(
     d_o: Tensor | None, d_state: Tensor | None, saved: Sequence[Any], options: Sequence[Any], backward: Any
 ) -> list[Tensor | None]:
     """Gradients of the nine tensor arguments, from those of o and the state; `saved` are the tensors, o and `_kept`."""
@@ -274,7 +268,7 @@ class _Chunk(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_o: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_differentiate(d_o, d_state, ctx.saved_tensors, ctx.options, _backward), None, None
+        return *differentiate(d_o, d_state, ctx.saved_tensors, ctx.options, _backward), None, None
 
 
 chunk_forward = torch.library.custom_op("kda_lm::chunk_forward", _forward, mutates_args=())
@@ -306,7 +300,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _operator_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     d_o, d_state = grads[:2]
-    return *_differentiate(d_o, d_state, ctx.saved_tensors, ctx.options, chunk_backward), *[None] * 7
+    return *differentiate(d_o, d_state, ctx.saved_tensors, ctx.options, chunk_backward), *[None] * 7
 
 
 chunk_forward.register_autograd(_operator_backward, setup_context=_setup_context)

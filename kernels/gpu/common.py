@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What the kernels share: gates, write strengths, decay factors, products.
+"""What the kernels share: gates, write strengths, powers, where the rows of a chunk lie.
 
 Every kernel is compiled for one rule and one decay; `tl.constexpr` arguments in capitals choose. Operands of
 tensor-core products are bf16 for bf16 inputs; float32 for float16 inputs, in TF32 products that lose nothing of them
@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 
 # Triton's interpreter runs the kernels on a CPU, for tests; it has no inline assembly.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_INTERPRETED = tl.constexpr(INTERPRETED)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # Arguments that change from call to call: no kernel is compiled anew for their divisors.
 SIZES = ("scale", "T", "NT")
@@ -64,7 +63,7 @@ def floored(beta):
 @triton.jit
 def exp2(x):
     """2ˣ in float32, 0 under 2⁻¹²⁶. Assembly, because Triton evaluates tl.exp2 again for every layout it needs."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.exp2(x)
     else:
         return tl.inline_asm_elementwise(

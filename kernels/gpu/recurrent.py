@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.chunk import chunk_backward, chunk_forward, contiguous, differentiate, traced
 from kernels.gpu.common import NORM_EPS, log_decay, write_strength
 
 TILE = 4096  # state elements of a program: 32 registers a thread with four warps
@@ -164,10 +165,9 @@ def launch(
     o = v.new_empty(v.shape)
     final_state = v.new_empty((N, HV, K, V), dtype=torch.float32) if out_state is None else out_state
     BK, BV, warps = tile(K, V)
-    given = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
     with torch.cuda.device_of(v):
         _recurrent[(N * HV * triton.cdiv(V, BV),)](
-            *(None if x is None else x.contiguous() for x in given),
+            *contiguous(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
             o,
             final_state,
             scale,
@@ -221,13 +221,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, d_o: Tensor, d_state: Tensor) -> tuple[Tensor | None, ...]:
     """Autograd passes zeros for the gradient of a result that was not used."""
-    from kernels.gpu.chunk import chunk_backward, chunk_forward
-
     tensors = ctx.saved_tensors
-    o, _, *saved = chunk_forward(*tensors, *ctx.options, False, True)
-    grads = chunk_backward(d_o, d_state, *tensors, o, saved, *ctx.options)
-    # An empty tensor stands for the gradient of an input that is None; cu_seqlens and the options have none.
-    return *(d if needed else None for d, needed in zip(grads, ctx.needs_input_grad, strict=False)), *[None] * 6
+    o, _, *kept = chunk_forward(*tensors, *ctx.options, False, True)
+    return *differentiate(d_o, d_state, (*tensors, o, *kept), ctx.options, chunk_backward), *[None] * 5
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
@@ -264,9 +260,9 @@ def recurrent(
     if float32_output:
         v = v.float()
     given = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    # The dispatcher costs more than the launch: only autograd and compilers, fake tensors included, need it.
-    traced = torch.compiler.is_compiling() or type(v) is not Tensor
-    if traced or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)):
+    # The dispatcher costs more than the launch: only autograd and compilers need it.
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    if torch.compiler.is_compiling() or traced(v) or differentiable:
         o, state = _operator(*given, scale, rule, decay, l2norm, sigmoid)
         return o, state
     return launch(*given, scale, rule, decay, l2norm, sigmoid)

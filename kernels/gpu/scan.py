@@ -10,8 +10,8 @@ Q̃, K̃, K̄ are q, k with their factors of gate and norm: made by `prepare` fo
 that is applied to the other operand or to the product.
 
 One program per sequence, value head and slice of BV value columns. The state lies transposed, [BV, K], in float32
-registers; every accumulator becomes the next product's register operand. A chunk costs
-2 C (3 K + 2 C) BV FLOPs forward and as many in reverse, 2 C (2 K + C) BV for the additive rule.
+registers; every accumulator becomes the next product's register operand. A chunk costs 6 C (K + C) BV FLOPs forward
+and as many in reverse (the product with W is done twice, see exact_dot), 2 C (2 K + C) BV for the additive rule.
 """
 
 import triton

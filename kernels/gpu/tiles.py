@@ -42,7 +42,8 @@ HALF = Tiles(scan=Launch(values=32), reverse_scan=Launch(values=32))
 HALF_256 = Tiles(chunk=32, scan=Launch(values=32), reverse_scan=Launch(values=32))
 FLOAT32 = Tiles(chunk=32, scan=Launch(8, values=16), reverse_scan=Launch(values=32))
 
-# (capability, wider of K and V as in `padded`, rule, decay), for bf16 inputs. Measured on an H200 with Triton 3.7.1.
+# (capability, wider of K and V as in `padded`, rule, decay), for bf16 inputs. Measured on an H200 with Triton 3.7.1;
+# the additive cells with a decay have what was measured for the others.
 Key = tuple[int, int, str, str]
 _KDA_128 = Tiles(scan=Launch(8, 2, values=128), reverse_scan=Launch(8, 2, values=128), gradients=Launch(values=128))
 _KDA_64 = Tiles(scan=Launch(stages=2), reverse_scan=Launch(stages=3))
@@ -70,7 +71,7 @@ TABLE: dict[Key, Tiles] = {
 }
 
 NARROWEST = 64  # columns of a tensor-core operand: Triton 3.7.1 compiles 32 wrongly
-WIDEST = 256
+WIDEST = 256  # key or value channels that the kernels take
 
 _forced: Tiles | None = None
 _generation = 0
