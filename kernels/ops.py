@@ -102,14 +102,14 @@ def _generic(name: str, form: str, implementations: dict[str, Implementation]) -
         if normalize:
             values = F.pad(v if chosen == "triton" else v.to(dtype), (0, 1), value=1.0)  # [B, T, HV, V + 1]
 
-        with torch.autocast(q.device.type, enabled=False):
-            if chosen == "triton":
-                sigmoid = 0.0 if not use_beta_sigmoid_in_kernel else 2.0 if allow_neg_eigval else 1.0
-                boundaries = None if cu_seqlens is None else cu_seqlens.to(q.device)
-                tensors = (q, k, values, g, beta, A_log, dt_bias, initial_state, boundaries)
-                options = (factor, rule, decay, use_qk_l2norm_in_kernel, sigmoid, normalize)
-                o, state = implementations["triton"](*tensors, *options)
-            else:
+        if chosen == "triton":
+            sigmoid = 0.0 if not use_beta_sigmoid_in_kernel else 2.0 if allow_neg_eigval else 1.0
+            boundaries = None if cu_seqlens is None else cu_seqlens.to(q.device)
+            tensors = (q, k, values, g, beta, A_log, dt_bias, initial_state, boundaries)
+            options = (factor, rule, decay, use_qk_l2norm_in_kernel, sigmoid, normalize)
+            o, state = implementations["triton"](*tensors, *options)
+        else:
+            with torch.autocast(q.device.type, enabled=False):
                 if use_qk_l2norm_in_kernel:
                     q, k = _l2norm(q.to(dtype)), _l2norm(k.to(dtype))
                 if use_gate_in_kernel and g is not None and A_log is not None:
@@ -117,9 +117,9 @@ def _generic(name: str, form: str, implementations: dict[str, Implementation]) -
                 if use_beta_sigmoid_in_kernel and beta is not None:
                     beta = beta.to(dtype).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
                 o, state = implementations[chosen](q, k, values, g, beta, factor, initial_state, bounds)
-            if normalize:
-                o = (o[..., :V] / (o[..., V:] + NORMALIZER_EPS)).to(v.dtype)
-            return o, state if output_final_state else None
+        if normalize:
+            o = (o[..., :V] / (o[..., V:] + NORMALIZER_EPS)).to(v.dtype)
+        return o, state if output_final_state else None
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"""Any rule and decay, {form}.

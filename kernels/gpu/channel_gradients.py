@@ -8,9 +8,20 @@ dozen tensors to read.
 import triton
 import triton.language as tl
 
-from kernels.gpu.common import LN_2, SIZES, decayed, exp2, load_rows, locate, store_rows
+from kernels.gpu.common import (
+    INTERPRETED,
+    SIZES,
+    decayed,
+    exp2,
+    gate_gradient,
+    load_norms,
+    load_row,
+    load_rows,
+    locate,
+    store_rows,
+)
 from kernels.gpu.pair_gradients import load_pairs
-from kernels.gpu.pairs import LIMIT
+from kernels.gpu.pairs import later_power
 
 
 @triton.jit
@@ -36,10 +47,11 @@ def add_level(
     q,
     k,
     G,
-    level,
+    anchor,
+    right,
     r,
     c,
-    length,
+    live,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -48,14 +60,9 @@ def add_level(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradients with those of the pairs b_Z, b_M between the halves of blocks of 2^(level + 1) tokens."""
-    half = r >> level
-    right = (half & 1) == 1
+    """The gradients with those of the pairs b_Z, b_M between left and `right` halves that meet at `anchor`."""
     as_query = tl.where(right, 1.0, 0.0)[:, None]
-    live = r < length
-    anchors = (((half >> 1) << 1) << level) + (1 << level) - 1
-    l_G = load_rows(G, HV * K, r, c, live, K, KP)
-    decay = exp2(-tl.abs((l_G - load_rows(G, HV * K, anchors, c, anchors < length, K, KP)).to(tl.float32)))
+    decay = exp2(-tl.abs((load_rows(G, HV * K, r, c, live, K, KP) - anchor).to(tl.float32)))
     l_k = decayed(load_rows(k, H * K, r, c, live, K, KP), decay, OPERAND)
     l_x = decayed(load_rows(tl.where(right, q, k)[:, None], H * K, r, c, live, K, KP), decay, OPERAND)
     x = tl.dot(b_Z, l_x, input_precision=PRECISION)
@@ -69,6 +76,43 @@ def add_level(
         b_dG += l_k * (x * sign)
         b_dk += x * decay
     return b_dq, b_dk, b_dG
+
+
+@triton.jit
+def settled(x):
+    """x, computed here: LLVM would keep what it is computed from in registers until x is used."""
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def earlier_keys(
+    k,
+    G,
+    drop,
+    right: tl.constexpr,
+    r,
+    c,
+    live,
+    length,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Keys as the later tokens of the left or right half meet them, and the powers that make them so."""
+    HALF: tl.constexpr = r.shape[0] // 2
+    anchor = load_row(G, HV * K, HALF if right else 0, c, length, K)
+    rise = (anchor[None, :] - load_rows(G, HV * K, r, c, live, K, KP)).to(tl.float32)
+    # A token of the same half that is not near meets no other by this way.
+    there = (tl.load(drop + r) <= LIMIT) | ((r >= HALF) != right)
+    power = exp2(tl.where(there[:, None], tl.minimum(rise, LIMIT) - SHIFT, float("-inf")))
+    return decayed(load_rows(k, H * K, r, c, live, K, KP), power, OPERAND), power
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -89,7 +133,7 @@ def channel_gradients_kernel(
     norms,
     Z,  # [tiles, C, C]
     M,
-    Z_near,  # [tiles, C, NEAR]
+    Z_near,  # [tiles, C, C/2]
     M_near,
     diagonal,
     dots,
@@ -111,8 +155,8 @@ def channel_gradients_kernel(
     VP: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
-    NEAR: tl.constexpr,
-    NEAR_LEVEL: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     LEVELS: tl.constexpr,
     DELTA: tl.constexpr,
     L2NORM: tl.constexpr,
@@ -132,111 +176,115 @@ def channel_gradients_kernel(
     q += (first * H + head // (HV // H)) * K
     k += (first * H + head // (HV // H)) * K
     G += (first * HV + head) * K
+    drop += tile * C
     rows = (first * HV + head) * V
+    HALF: tl.constexpr = C // 2
+    right = r >= HALF
+    left = r < HALF
 
-    # Through the states.
+    # The pairs of later tokens (rows) in one half, and transposed. All are asked for before the first product: each
+    # would make the program wait again. What else is read again and again comes from the cache, and takes no registers.
+    in_left = left[:, None] & left[None, :]
+    Z_left = load_pairs(Z, Z_near, tile, r, r, r < 0, in_left)
+    Z_right = load_pairs(Z, Z_near, tile, r, r, r < 0, right[:, None] & (r >= 0)[None, :])
+    Z_left_t = load_pairs(Z, Z_near, tile, r, r, left, in_left)
+    Z_right_t = load_pairs(Z, Z_near, tile, r, r, right, right[None, :] & (r >= 0)[:, None])
+    if DELTA:
+        M_left = load_pairs(M, M_near, tile, r, r, r < 0, in_left)
+        M_right = load_pairs(M, M_near, tile, r, r, r < 0, right[:, None] & (r >= 0)[None, :])
+        M_left_t = load_pairs(M, M_near, tile, r, r, left, in_left)
+        M_right_t = load_pairs(M, M_near, tile, r, r, right, right[None, :] & (r >= 0)[:, None])
+
+    # As later tokens: with the state that enters, then with earlier tokens. 2^(G_i) is applied in two steps: up to the
+    # first token of the half, and `down` from there.
     b_dq = tl.zeros((C, BK), tl.float32)
     b_dk = tl.zeros((C, BK), tl.float32)
-    b_write = tl.zeros((C, BK), tl.float32)
     d_end = tl.zeros((BK,), tl.float32)
     for start in tl.range(0, VP, BV, num_stages=STAGES):
         vc = start + tl.arange(0, BV)
         at_state = tile * VP * KP + vc[:, None] * KP + c[None, :]
         b_S = tl.load(S + at_state)
-        b_dS = tl.load(dS + at_state)
         b_do = load_rows(d_o + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
         b_dq = tl.dot(b_do, b_S, acc=b_dq, input_precision=PRECISION)
         if DELTA:
             b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
             b_dk = tl.dot(b_dv, b_S, acc=b_dk, input_precision=PRECISION)
+        d_end += tl.sum(b_S.to(tl.float32) * tl.load(dS + at_state).to(tl.float32), 0)
+    norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
+    to_left = exp2(load_row(G, HV * K, 0, c, length, K).to(tl.float32) - SHIFT)
+    to_right = exp2(load_row(G, HV * K, HALF, c, length, K).to(tl.float32) - SHIFT)
+    entering = tl.where(right[:, None], to_right[None, :], to_left[None, :])
+    b_dq *= entering * (norm_q * scale)[:, None]
+    b_dk *= entering * -norm_k[:, None]
+    k_left, _ = earlier_keys(k, G, drop, False, r, c, live, length, H, HV, K, KP, LIMIT, SHIFT, OPERAND)
+    b_dq = tl.dot(Z_left, k_left, acc=b_dq, input_precision=PRECISION)
+    if DELTA:
+        b_dk = tl.dot(M_left, k_left, acc=b_dk, input_precision=PRECISION)
+    k_right, _ = earlier_keys(k, G, drop, True, r, c, live, length, H, HV, K, KP, LIMIT, SHIFT, OPERAND)
+    b_dq = tl.dot(Z_right, k_right, acc=b_dq, input_precision=PRECISION)
+    if DELTA:
+        b_dk = tl.dot(M_right, k_right, acc=b_dk, input_precision=PRECISION)
+    down = later_power(load_rows(G, HV * K, r, c, live, K, KP), G, HV * K, r, c, length, K, SHIFT)
+    q_down = decayed(load_rows(q, H * K, r, c, live, K, KP), down, OPERAND)
+    b_dG = q_down * b_dq
+    b_dq = settled(b_dq * down)
+    k_down = q_down
+    if DELTA:
+        k_down = decayed(load_rows(k, H * K, r, c, live, K, KP), down, OPERAND)
+        b_dG += k_down * b_dk
+        b_dk = settled(b_dk * down)
+    b_dG = settled(b_dG)
+
+    # As earlier tokens: with later ones of the left half, of the right half, and with the state that leaves.
+    written = tl.dot(Z_left_t, q_down, input_precision=PRECISION)
+    if DELTA:
+        written = tl.dot(M_left_t, k_down, acc=written, input_precision=PRECISION)
+    k_left, power = earlier_keys(k, G, drop, False, r, c, live, length, H, HV, K, KP, LIMIT, SHIFT, OPERAND)
+    b_dG = settled(b_dG - k_left * written)
+    b_dk = settled(b_dk + power * written)
+    written = tl.dot(Z_right_t, q_down, input_precision=PRECISION)
+    if DELTA:
+        written = tl.dot(M_right_t, k_down, acc=written, input_precision=PRECISION)
+    k_right, power = earlier_keys(k, G, drop, True, r, c, live, length, H, HV, K, KP, LIMIT, SHIFT, OPERAND)
+    b_dG = settled(b_dG - k_right * written)
+    b_dk = settled(b_dk + power * written)
+
+    # Pairs in one half whose earlier token is not near, by smaller blocks.
+    same = right[:, None] == right[None, :]
+    for level in tl.range(tl.where(tl.max(tl.load(drop + r), 0) > LIMIT, 0, LEVELS - 1), LEVELS - 1):
+        half = r >> level
+        later = (half & 1) == 1
+        asking = tl.where(later | (tl.load(drop + r) <= LIMIT), -1, half + 1)
+        chosen = (asking[:, None] == half[None, :]) | (half[:, None] == asking[None, :])
+        b_Z = load_pairs(Z, Z_near, tile, r, r, half & 1 == 0, same)
+        b_Z = tl.where(chosen, b_Z, tl.zeros((C, C), OPERAND))
+        b_M = b_Z
+        if DELTA:
+            b_M = load_pairs(M, M_near, tile, r, r, half & 1 == 0, same)
+            b_M = tl.where(chosen, b_M, tl.zeros((C, C), OPERAND))
+        anchors = (((half >> 1) << 1) << level) + (1 << level) - 1
+        anchor = load_rows(G, HV * K, anchors, c, anchors < length, K, KP)
+        b_dq, b_dk, b_dG = add_level(
+            b_dq, b_dk, b_dG, b_Z, b_M, q, k, G, anchor, later, r, c, live, H, HV, K, KP, DELTA, OPERAND, PRECISION
+        )
+
+    b_write = tl.zeros((C, BK), tl.float32)
+    for start in tl.range(0, VP, BV, num_stages=STAGES):
+        vc = start + tl.arange(0, BV)
+        b_dS = tl.load(dS + tile * VP * KP + vc[:, None] * KP + c[None, :])
+        if DELTA:
             b_E = tl.load(E + tile * C * VP + r[:, None] * VP + vc[None, :])
         else:
             b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
         b_write = tl.dot(b_E, b_dS, acc=b_write, input_precision=PRECISION)
-        d_end += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
-    norm_q = tl.load(norms + tile * 2 * C + r)
-    norm_k = tl.load(norms + (tile * 2 + 1) * C + r)
     b_G = load_rows(G, HV * K, r, c, live, K, KP)
-    end = tl.load(G + (length - 1) * (HV * K) + c, mask=(c < K) & (length > 0), other=0.0)
-    b_q = load_rows(q, H * K, r, c, live, K, KP)
-    b_k = load_rows(k, H * K, r, c, live, K, KP)
-    power = exp2(b_G.to(tl.float32))
-    b_dq = b_dq * power * (norm_q * scale)[:, None]
-    b_dG = b_q * b_dq
-    if DELTA:
-        b_dk = b_dk * power * -norm_k[:, None]
-        b_dG += b_k * b_dk
-    b_write = b_write * exp2(tl.minimum((end[None, :] - b_G).to(tl.float32), 0.0)) * norm_k[:, None]
+    end = load_row(G, HV * K, length - 1, c, length, K)
+    b_write *= exp2(tl.minimum((end[None, :] - b_G).to(tl.float32), 0.0)) * norm_k[:, None]
     b_dk += b_write
     # The last token's write crosses no gate of this chunk: left out, for it would be far larger than what does.
-    b_write *= b_k * tl.where(r == length - 1, 0.0, 1.0)[:, None]
+    b_write *= load_rows(k, H * K, r, c, live & (r != length - 1), K, KP)
     b_dG -= b_write
     d_end = d_end * exp2(end.to(tl.float32)) + tl.sum(b_write, 0)
-
-    # Pairs in one block of NEAR tokens: of queries, then of the keys of errors, with keys of writes. Loops, and
-    # operands that are read and decayed again in each, because registers are what this kernel is short of.
-    b_drop = tl.load(drop + tile * C + r)
-    near = b_drop <= LIMIT
-    block = r // NEAR
-    chosen = block[:, None] == block[None, :]
-    written = tl.zeros((C, BK), tl.float32)
-    for kind in tl.range(0, 2 if DELTA else 1):
-        as_query = tl.where(kind == 0, 1.0, 0.0)
-        pairs = tl.where(kind == 0, Z, M)
-        pairs_near = tl.where(kind == 0, Z_near, M_near)
-        fall = load_rows(G, HV * K, r, c, live, K, KP) - load_rows(G, HV * K, r - r % NEAR, c, live, K, KP)
-        fall = fall.to(tl.float32)
-        up = exp2(tl.minimum(-fall, LIMIT))
-        down = exp2(fall)
-        # Tokens that are not near are left out: as rows of the pairs, and as rows of the operand.
-        k_up = decayed(load_rows(k, H * K, r, c, live, K, KP), up, OPERAND)
-        x_down = decayed(load_rows(tl.where(kind == 0, q, k), H * K, r, c, live & near, K, KP), down, OPERAND)
-        x = tl.dot(
-            load_pairs(pairs, pairs_near, tile, r, r, r < 0, chosen & near[:, None], C, NEAR),
-            k_up,
-            input_precision=PRECISION,
-        )
-        written = tl.dot(
-            load_pairs(pairs, pairs_near, tile, r, r, r >= 0, chosen, C, NEAR),
-            x_down,
-            acc=written,
-            input_precision=PRECISION,
-        )
-        b_dG += x_down * x
-        x *= down
-        b_dq += x * as_query
-        b_dk += x * (1.0 - as_query)
-    fall = load_rows(G, HV * K, r, c, live, K, KP) - load_rows(G, HV * K, r - r % NEAR, c, live, K, KP)
-    up = exp2(tl.minimum(-fall.to(tl.float32), LIMIT))
-    b_dG -= decayed(load_rows(k, H * K, r, c, live, K, KP), up, OPERAND) * written
-    b_dk += written * up
-
-    # Pairs in two halves of a block of more than NEAR tokens.
-    for level in tl.range(NEAR_LEVEL, LEVELS):
-        half = r >> level
-        other = ((half ^ 1) << level) // NEAR  # first block of the other half
-        chosen = (block[None, :] >= other[:, None]) & (block[None, :] < (other + (1 << level) // NEAR)[:, None])
-        b_Z = load_pairs(Z, Z_near, tile, r, r, r < 0, chosen, C, NEAR)
-        b_M = b_Z
-        if DELTA:
-            b_M = load_pairs(M, M_near, tile, r, r, r < 0, chosen, C, NEAR)
-        b_dq, b_dk, b_dG = add_level(
-            b_dq, b_dk, b_dG, b_Z, b_M, q, k, G, level, r, c, length, H, HV, K, KP, DELTA, OPERAND, PRECISION
-        )
-    # And those of smaller blocks whose later token is not near.
-    for level in tl.range(tl.where(tl.max(b_drop, 0) > LIMIT, 0, NEAR_LEVEL), NEAR_LEVEL):
-        half = r >> level
-        asking = tl.where(((half & 1) == 1) & (b_drop > LIMIT), half - 1, -1)
-        chosen = (asking[:, None] == half[None, :]) | (half[:, None] == asking[None, :])
-        b_Z = load_pairs(Z, Z_near, tile, r, r, half & 1 == 0, block[:, None] == block[None, :], C, NEAR)
-        b_Z = tl.where(chosen, b_Z, tl.zeros((C, C), OPERAND))
-        b_M = b_Z
-        if DELTA:
-            b_M = load_pairs(M, M_near, tile, r, r, half & 1 == 0, block[:, None] == block[None, :], C, NEAR)
-            b_M = tl.where(chosen, b_M, tl.zeros((C, C), OPERAND))
-        b_dq, b_dk, b_dG = add_level(
-            b_dq, b_dk, b_dG, b_Z, b_M, q, k, G, level, r, c, length, H, HV, K, KP, DELTA, OPERAND, PRECISION
-        )
 
     b_diagonal = tl.load(diagonal + tile * C + r)[:, None]
     b_q = load_rows(q, H * K, r, c, live, K, KP).to(tl.float32)
@@ -250,14 +298,12 @@ def channel_gradients_kernel(
     store_rows(d_k + (first * HV + head) * K, HV * K, r, c, live, b_dk, K, KP)
     b_dg = sums_to_end(b_dG, OPERAND, PRECISION) + d_end[None, :]
     if GATE:
-        b_dg = tl.where(live[:, None], b_dg, 0.0)
-        # The log-decay itself, in nats, from its sums: cheaper than the gate once more.
-        b_g = load_rows(G, HV * K, r, c, live, K, KP) - load_rows(G, HV * K, r - 1, c, live & (r > 0), K, KP)
-        tl.store(d_rate + tile * KP + c, tl.sum(b_dg * (b_g.to(tl.float32) * LN_2), 0))
         raw = load_rows(g + (first * HV + head) * K, HV * K, r, c, live, K, KP).to(tl.float32)
         if BIAS:
             raw += tl.load(dt_bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
-        b_dg *= -tl.exp(tl.load(A_log + head).to(tl.float32)) / (1.0 + tl.exp(-raw))
+        rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+        b_dg, by_rate = gate_gradient(b_dg, raw, rate, live[:, None])
+        tl.store(d_rate + tile * KP + c, tl.sum(by_rate, 0))
         tl.store(d_bias + tile * KP + c, tl.sum(b_dg, 0))
     tl.debug_barrier()  # d_g may lie where other threads have just read G
     store_rows(d_g + (first * HV + head) * K, HV * K, r, c, live, b_dg, K, KP)

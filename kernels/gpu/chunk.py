@@ -16,9 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kernels.gpu.channel_gradients import channel_gradients_kernel
+from kernels.gpu.launch import Launcher, launcher, types
 from kernels.gpu.pair_gradients import pair_gradients_kernel
 from kernels.gpu.pairs import pairs_kernel
-from kernels.gpu.plan import NEAR, Plan, plan_for
+from kernels.gpu.plan import Plan, plan_for
 from kernels.gpu.prepare import prepare_kernel
 from kernels.gpu.scalar_gradients import scalar_gradients_kernel
 from kernels.gpu.scan import reverse_scan_kernel, scan_kernel
@@ -78,8 +79,15 @@ def _prepared(p: Plan) -> dict[str, Tensor]:
         "k_in": p.empty(p.tiles if p.delta else 0, p.C, p.KP),
         "k_out": p.empty(p.tiles, p.C, p.KP),
         "total": p.floats(p.tiles, p.KP),
-        "norms": p.floats(p.tiles, 2, p.C),
+        "norms": p.norms(),
     }
+
+
+def _prepare(p: Plan, launch: Launcher, inputs: Sequence[Tensor | None], chunks: Tensor | None) -> dict[str, Tensor]:
+    """Launch prepare_kernel for q, k, g, A_log, dt_bias."""
+    made = _prepared(p)
+    launch(prepare_kernel, (p.tiles * p.slices["prepare"],), (*inputs, *made.values(), chunks, *p.sizes), p.prepare)
+    return made
 
 
 def _kept(p: Plan, keep: bool) -> list[Tensor]:
@@ -96,7 +104,7 @@ def _kept(p: Plan, keep: bool) -> list[Tensor]:
     ]
     if p.channel:
         return [*kept, p.floats(p.tiles, p.C)]
-    return [*kept, p.empty(p.tiles, p.C, dtype=p.wide), p.floats(p.tiles, 2, p.C)]
+    return [*kept, p.empty(p.tiles, p.C, dtype=p.wide), p.norms()]
 
 
 def _results(p: Plan, v: Tensor, float32_output: bool) -> list[Tensor]:
@@ -128,26 +136,26 @@ def _forward(
     p = plan_for(q, k, v, g, A_log, dt_bias, cu_seqlens, scale, rule, decay, l2norm, sigmoid)
     o, state = _results(p, v, float32_output)
     S, E, W, P, *rest = kept = _kept(p, keep)
-    drop: Tensor | None = None
-    states: list[Tensor | None] = [None] * 4
-    made: dict[str, Tensor] = {}
-    if p.channel:
-        made = _prepared(p)
-        G, q_in, k_in, k_out, total, norms = made.values()
-        states = [q_in, k_in, k_out, total]
-        (drop,) = rest
-    else:
-        G, norms = rest
+    launch = launcher(p, keep, float32_output, types(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens))
     with torch.cuda.device_of(q):  # where Triton launches
         chunks, offsets = p.order(cu_seqlens)
-        pairs_kernel[(p.tiles,)](
-            q, k, g, beta, A_log, dt_bias, G, *states, drop, norms, W, P, chunks, **p.sizes, **p.pairs
-        )
-        queries, keys = (made["q_in"], made["k_out"]) if p.channel else (q, k)
-        scan_kernel[(p.N * p.HV, p.slices["scan"])](
+        made: dict[str, Tensor] = {}
+        drop: Tensor | None = None
+        queries, keys = q, k
+        if p.channel:
+            made = _prepare(p, launch, (q, k, g, A_log, dt_bias), chunks)
+            queries, keys = made["q_in"], made["k_out"]
+            G, norms, (drop,) = made["G"], made["norms"], rest
+        else:
+            G, norms = rest
+        pairs = (q, k, g, beta, A_log, dt_bias, G, drop, norms, W, P, chunks)
+        launch(pairs_kernel, (p.tiles,), (*pairs, *p.sizes), p.pairs)
+        scan = (
             queries, made.get("k_in"), keys, made.get("total"), G, norms, v, W, P, o, S, E, initial_state, state,
-            cu_seqlens, offsets, **p.sizes, **p.scan, KEEP=keep, INITIAL=initial_state is not None,
+            cu_seqlens, offsets,
         )  # fmt: skip
+        flags = {"KEEP": keep, "INITIAL": initial_state is not None}
+        launch(scan_kernel, (p.N * p.HV, p.slices["scan"]), (*scan, *p.sizes), p.scan | flags)
     return [o, state, *kept] if keep else [o, state]
 
 
@@ -170,33 +178,35 @@ def _backward(
     decay: str,
     l2norm: bool,
     sigmoid: float,
-) -> list[Tensor]:
-    """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; an empty tensor where there is none."""
+) -> list[Tensor | None]:
+    """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state."""
     d_o, d_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = contiguous(
         d_o, d_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens
     )
     p = plan_for(q, k, v, g, A_log, dt_bias, cu_seqlens, scale, rule, decay, l2norm, sigmoid)
     S, E, W, P, *rest = saved
-    d_beta, d_initial = _like(beta, q), _like(initial_state, q)
+    d_beta, d_initial = _like(beta), _like(initial_state)
     d_v, dS = p.empty(*v.shape), p.empty(p.tiles, p.VP, p.KP)
+    launch = launcher(
+        p, types(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, o, d_o, d_state), "backward"
+    )
     with torch.cuda.device_of(q):  # where Triton launches
         chunks, offsets = p.order(cu_seqlens)
         made: dict[str, Tensor] = {}
+        queries, keys = q, k
         if p.channel:
-            made = _prepared(p)
-            prepare_kernel[(p.tiles * p.slices["prepare"],)](
-                q, k, g, A_log, dt_bias, *made.values(), chunks, **p.sizes, **p.prepare
-            )
+            made = _prepare(p, launch, (q, k, g, A_log, dt_bias), chunks)
+            queries, keys = made["q_in"], made["k_out"]
             G, norms = made["G"], made["norms"]
         else:
             G, norms = rest
-        queries, keys = (made["q_in"], made["k_out"]) if p.channel else (q, k)
-        reverse_scan_kernel[(p.N * p.HV, p.slices["reverse_scan"])](
+        scan = (
             queries, made.get("k_in"), keys, made.get("total"), G, norms, W, P, d_o, d_v, dS, d_state, d_initial,
-            cu_seqlens, offsets, **p.sizes, **p.reverse_scan, FINAL=d_state is not None,
-            INITIAL=initial_state is not None,
+            cu_seqlens, offsets,
         )  # fmt: skip
-        del made, queries, keys  # their memory serves the gradients
+        flags = {"FINAL": d_state is not None, "INITIAL": initial_state is not None}
+        launch(reverse_scan_kernel, (p.N * p.HV, p.slices["reverse_scan"]), (*scan, *p.sizes), p.reverse_scan | flags)
+        del made, queries, keys, scan  # their memory serves the gradients
 
         pairs: list[Tensor] = []
         if p.channel:
@@ -204,34 +214,31 @@ def _backward(
             pairs = [
                 p.empty(p.tiles, p.C, p.C),  # Z, M
                 p.empty(delta, p.C, p.C),
-                p.empty(p.tiles, p.C, NEAR),
-                p.empty(delta, p.C, NEAR),
+                p.empty(p.tiles, p.C, p.C // 2),
+                p.empty(delta, p.C, p.C // 2),
                 p.floats(p.tiles, p.C),  # their diagonal
                 p.floats(p.tiles, 2, p.C),  # products of rows with their gradients
             ]
-            pair_gradients_kernel[(p.tiles,)](
-                v, beta, o, d_o, d_v, E, norms, *pairs, d_beta, chunks, **p.sizes, **p.pair_gradients
-            )
+            arguments = (v, beta, o, d_o, d_v, E, norms, *pairs, d_beta, chunks)
+            launch(pair_gradients_kernel, (p.tiles,), (*arguments, *p.sizes), p.pair_gradients)
         # Of one value head each; in float32 where several value heads share a key head.
         grouped = p.HV != p.H
         d_q, d_k = (p.empty(p.B, p.T, p.HV, p.K, dtype=torch.float32 if grouped else q.dtype) for _ in range(2))
         # The gradient of a float32 gate is written over the cumulative gate.
-        d_g = G if p.channel and g is not None and G.dtype == g.dtype else _like(g, q)
+        d_g = G if p.channel and g is not None and G.dtype == g.dtype else _like(g)
         partial = 0 if A_log is None else p.tiles * p.KP if p.channel else p.tiles
         d_rate, d_bias = p.floats(partial), p.floats(partial)
+        results = (d_q, d_k, d_g, d_rate, d_bias) if p.channel else (d_q, d_k, d_g, d_beta, d_rate, d_bias)
         if p.channel:
-            channel_gradients_kernel[(p.tiles * p.slices["gradients"],)](
-                q, k, g, A_log, dt_bias, G, rest[0], v, d_o, d_v, E, S, dS, norms, *pairs, d_q, d_k, d_g, d_rate,
-                d_bias, chunks, **p.sizes, **p.gradients,
-            )  # fmt: skip
+            arguments = (q, k, g, A_log, dt_bias, G, rest[0], v, d_o, d_v, E, S, dS, norms, *pairs, *results, chunks)
+            grid = (p.tiles * p.slices["gradients"],)
+            launch(channel_gradients_kernel, grid, (*arguments, *p.sizes), p.gradients)
         else:
-            scalar_gradients_kernel[(p.tiles,)](
-                q, k, g, beta, A_log, dt_bias, G, v, o, d_o, d_v, E, S, dS, P, norms, d_q, d_k, d_g, d_beta, d_rate,
-                d_bias, chunks, **p.sizes, **p.gradients,
-            )  # fmt: skip
+            arguments = (q, k, g, beta, A_log, dt_bias, G, v, o, d_o, d_v, E, S, dS, P, norms, *results, chunks)
+            launch(scalar_gradients_kernel, (p.tiles,), (*arguments, *p.sizes), p.gradients)
     if grouped:
         d_q, d_k = (x.unflatten(2, (p.H, -1)).sum(3).to(q.dtype) for x in (d_q, d_k))
-    d_A_log, d_dt_bias = q.new_empty(0), q.new_empty(0)
+    d_A_log = d_dt_bias = None
     if A_log is not None:
         d_A_log = d_rate.view(p.chunks, p.HV, -1).sum((0, 2)).to(A_log.dtype)
     if dt_bias is not None:
@@ -239,9 +246,9 @@ def _backward(
     return [d_q, d_k, d_v.to(v.dtype), d_g, d_beta, d_A_log, d_dt_bias, d_initial]
 
 
-def _like(x: Tensor | None, q: Tensor) -> Tensor:
-    """Memory for a gradient of x; operators return no None."""
-    return q.new_empty(0) if x is None else x.new_empty(x.shape)
+def _like(x: Tensor | None) -> Tensor | None:
+    """Memory for a gradient of x."""
+    return None if x is None else x.new_empty(x.shape)
 
 
 def differentiate(
@@ -272,7 +279,33 @@ class _Chunk(torch.autograd.Function):
 
 
 chunk_forward = torch.library.custom_op("kda_lm::chunk_forward", _forward, mutates_args=())
-chunk_backward = torch.library.custom_op("kda_lm::chunk_backward", _backward, mutates_args=())
+
+
+@torch.library.custom_op("kda_lm::chunk_backward", mutates_args=())
+def chunk_backward(
+    d_o: Tensor,
+    d_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    saved: Sequence[Tensor],
+    scale: float,
+    rule: str,
+    decay: str,
+    l2norm: bool,
+    sigmoid: float,
+) -> list[Tensor]:
+    """`_backward` with an empty tensor where there is no gradient: operators return no None."""
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    gradients = _backward(d_o, d_state, *tensors, o, saved, scale, rule, decay, l2norm, sigmoid)
+    return [q.new_empty(0) if x is None else x for x in gradients]
 
 
 @chunk_forward.register_fake
@@ -284,7 +317,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any, A_log: Any, dt_bias: A
 
 @chunk_backward.register_fake
 def _(d_o: Tensor, d_state: Any, q: Tensor, *rest: Any) -> list[Tensor]:
-    return [_like(x, q) for x in (q, *rest[:7])]
+    return [q.new_empty(0 if x is None else x.shape, dtype=(q if x is None else x).dtype) for x in (q, *rest[:7])]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

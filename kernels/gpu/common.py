@@ -30,10 +30,12 @@ WEAKEST = tl.constexpr(2.0**-60)
 
 @triton.jit
 def softplus(x):
-    """log(1 + eˣ) = max(x, 0) + log(1 + u), u = e^−|x|, to 2e-6 of itself: a series where 1 + u would round u away."""
+    """log(1 + eˣ) = max(x, 0) + log(1 + u), u = e^−|x|, the logarithm by a series in z = u / (2 + u) ≤ 1/3, to 1e-7."""
     u = tl.exp(-tl.abs(x))
-    series = u * (1.0 - u * (0.5 - u * (1.0 / 3.0 - u * (0.25 - u * 0.2))))
-    return tl.maximum(x, 0.0) + tl.where(u < 0.05, series, tl.log(1.0 + u))
+    z = u / (2.0 + u)
+    w = z * z
+    series = 1.0 + w * (1 / 3 + w * (1 / 5 + w * (1 / 7 + w * (1 / 9 + w * (1 / 11 + w * (1 / 13))))))
+    return tl.maximum(x, 0.0) + 2.0 * z * series
 
 
 @triton.jit
@@ -43,6 +45,15 @@ def log_decay(raw, rate, bias, GATE: tl.constexpr):
         return -rate * softplus(raw + bias)
     else:
         return raw
+
+
+@triton.jit
+def gate_gradient(d_g, raw, rate, live):
+    """With the gate of `log_decay`: gradients of `raw`, and of A_log before it is summed, zero where not live."""
+    b_g = log_decay(raw, rate, 0.0, True)
+    # What is cut has a gradient of nothing but rounding.
+    d_g = tl.where(live & (b_g > STRONGEST * LN_2), d_g, 0.0)
+    return d_g * (-rate / (1.0 + tl.exp(-raw))), d_g * b_g
 
 
 @triton.jit
@@ -97,6 +108,22 @@ def load_rows(base, stride, rows, columns, live, WIDTH: tl.constexpr, PADDED: tl
     if WIDTH != PADDED:
         mask = mask & (columns < WIDTH)[None, :]
     return tl.load(base + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_norms(norms, tile, C: tl.constexpr, L2NORM: tl.constexpr):
+    """1/‖q‖ and 1/‖k‖ of a chunk's tokens, or ones."""
+    r = tl.arange(0, C)
+    if L2NORM:
+        return tl.load(norms + tile * 2 * C + r), tl.load(norms + (tile * 2 + 1) * C + r)
+    else:
+        return tl.full((C,), 1.0, tl.float32), tl.full((C,), 1.0, tl.float32)
+
+
+@triton.jit
+def load_row(base, stride, row, columns, length, WIDTH: tl.constexpr):
+    """One row of what `load_rows` reads, zero from `length` on."""
+    return tl.load(base + row * stride + columns, mask=(columns < WIDTH) & (row < length), other=0.0)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ A channel decay takes two kernels, the one here (Z, M, dβ) and `channel_gradien
 import triton
 import triton.language as tl
 
-from kernels.gpu.common import SIZES, floored, load_rows, locate, write_strength
+from kernels.gpu.common import SIZES, floored, load_norms, load_rows, locate, write_strength
 
 
 @triton.jit
@@ -39,24 +39,28 @@ def write_gradient(gradient, raw, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def store_pairs(X, X_near, tile, x, C: tl.constexpr, NEAR: tl.constexpr):
-    """What lies under the diagonal of x, and its mirror image: NEAR's blocks apart."""
+def store_pairs(X, X_near, tile, x):
+    """What lies under the diagonal of x, and its mirror image: that of pairs in one half of the chunk apart."""
+    C: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = C // 2
     r = tl.arange(0, C)
     mirrored = tl.trans(x)
-    block = (r // NEAR)[:, None] == (r // NEAR)[None, :]
+    block = (r // HALF)[:, None] == (r // HALF)[None, :]
     lower = r[:, None] > r[None, :]
     zero = tl.zeros((C, C), x.dtype)
     above = tl.where(block, zero, mirrored)
     tl.store(X + tile * C * C + r[:, None] * C + r[None, :], tl.where(lower, x, above))
-    at = X_near + tile * C * NEAR + r[:, None] * NEAR + (r % NEAR)[None, :]
+    at = X_near + tile * C * HALF + r[:, None] * HALF + (r % HALF)[None, :]
     tl.store(at, tl.where(r[:, None] < r[None, :], mirrored, zero), mask=block)
 
 
 @triton.jit
-def load_pairs(X, X_near, tile, rows, columns, mirrored, chosen, C: tl.constexpr, NEAR: tl.constexpr):
-    """The chosen elements of what `store_pairs` stored, [rows, columns], of rows `mirrored` in NEAR's blocks."""
+def load_pairs(X, X_near, tile, rows, columns, mirrored, chosen):
+    """The chosen elements of what `store_pairs` stored, [rows, columns], of rows `mirrored` in their half."""
+    C: tl.constexpr = columns.shape[0]
+    HALF: tl.constexpr = C // 2
     at = X + tile * C * C + rows[:, None] * C + columns[None, :]
-    at_near = X_near + tile * C * NEAR + rows[:, None] * NEAR + (columns % NEAR)[None, :]
+    at_near = X_near + tile * C * HALF + rows[:, None] * HALF + (columns % HALF)[None, :]
     return tl.load(tl.where(mirrored[:, None], at_near, at), mask=chosen, other=0.0)
 
 
@@ -69,9 +73,9 @@ def pair_gradients_kernel(
     d_v,
     E,  # [tiles, C, VP], delta rule
     norms,  # [tiles, 2, C]
-    Z,  # [tiles, C, C], written; also what follows. [i, j] as above for i > j, and mirrored outside of NEAR's blocks
+    Z,  # [tiles, C, C], written; also what follows. [i, j] as above for i > j, and mirrored between the chunk's halves
     M,
-    Z_near,  # [tiles, C, NEAR]: row i has Z_ji for the later tokens j of its block, else zero
+    Z_near,  # [tiles, C, C/2]: row i has Z_ji for the later tokens j of its half, else zero
     M_near,
     diagonal,  # [tiles, C]: Z_ii
     dots,  # [tiles, 2, C], with L2NORM: q̂·dq̂, k̂·dk̂
@@ -85,7 +89,6 @@ def pair_gradients_kernel(
     VP: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
-    NEAR: tl.constexpr,
     DELTA: tl.constexpr,
     L2NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -126,13 +129,12 @@ def pair_gradients_kernel(
             b_E = b_v.to(OPERAND)
         z = tl.dot(b_do.to(OPERAND), tl.trans(b_E), acc=z, input_precision=PRECISION)
 
-    norm_q = tl.load(norms + tile * 2 * C + r)
-    norm_k = tl.load(norms + (tile * 2 + 1) * C + r)
+    norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
     z *= (norm_q * scale)[:, None] * norm_k[None, :]
     tl.store(diagonal + tile * C + r, tl.sum(tl.where(r[:, None] == r[None, :], z, 0.0), 1))
-    store_pairs(Z, Z_near, tile, z.to(OPERAND), C, NEAR)
+    store_pairs(Z, Z_near, tile, z.to(OPERAND))
     if DELTA:
-        store_pairs(M, M_near, tile, (m * -norm_k[:, None] * norm_k[None, :]).to(OPERAND), C, NEAR)
+        store_pairs(M, M_near, tile, (m * -norm_k[:, None] * norm_k[None, :]).to(OPERAND))
         at_beta = d_beta + (first + r) * HV + head
         d_raw = write_gradient(error_dot, raw, SIGMOID)
         tl.store(at_beta, d_raw.to(d_beta.dtype.element_ty), mask=r < length)

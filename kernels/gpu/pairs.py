@@ -6,18 +6,19 @@
     W    = (I + diag(β) A)⁻¹ diag(β)                                     so that E = W (V − K̃ S)
 
 Without a channel decay 2^(G_i − G_j) multiplies a plain product. With one, it has to be split between two operands, and
-2^(−G_j) overflows. Pairs are therefore grouped by the block in which they meet:
+2^(−G_j) overflows. How it is split depends on where the pair lies:
 
-    near   both in one block of 16 tokens: 2^(G_i − G_a) meets 2^(G_a − G_j), a the block's first token. Right as long
-           as the block has not fallen by more than 2^LIMIT before i, which is `drop`; else the pair is
-    level  in the two halves of a block of 2, 4, … C tokens, m the last token of the left half: 2^(G_i − G_m) meets
-           2^(G_m − G_j). Neither exceeds 1, whatever the gate.
+    across   the halves of the chunk: 2^(G_i − G_a) meets 2^(G_a − G_j), a the first token of the right half. Neither
+             exceeds 1, whatever the gate.
+    near     in one half: 2^(G_i − G_a + SHIFT) meets 2^(G_a − G_j − SHIFT), a its first token, so that both stay in the
+             range of exponents. Right as long as no channel has fallen by more than 2^LIMIT between a and j, which is
+             `drop`; else
+    by level in the halves of a block of 2, 4, … tokens, across its middle. Only for chunks with such a j.
 
 Which way a pair goes, and all that enters it, is known at its later token i: no rounding depends on the future.
 
 The inverse doubles blocks: X ← X − X L X, L what lies between the two halves of each block. One program per chunk and
-value head; q, k, G are read (again for each level, from the cache), P and W written. A channel decay's `prepare` comes
-first, on the same rows.
+value head; q, k, G are read (again for each way, from the cache), P and W written.
 """
 
 import triton
@@ -29,14 +30,29 @@ from kernels.gpu.common import (
     STRONGEST,
     exp2,
     floored,
+    load_norms,
+    load_row,
     load_rows,
     locate,
     log_decay,
     write_strength,
 )
-from kernels.gpu.prepare import prepare, row_norms
+from kernels.gpu.prepare import row_norms
 
-LIMIT = tl.constexpr(110.0)  # 2^110 leaves 2^17 for a key's own size, and −5 a token stays near
+
+@triton.jit
+def fall_in_half(b_G, G, stride, r, c, length, K: tl.constexpr):
+    """What the log2-decay of a token has fallen by since the first one of its half of the chunk, as a number ≤ 0."""
+    HALF: tl.constexpr = r.shape[0] // 2
+    left = load_row(G, stride, 0, c, length, K)[None, :]
+    right = load_row(G, stride, HALF, c, length, K)[None, :]
+    return tl.minimum((b_G - tl.where((r < HALF)[:, None], left, right)).to(tl.float32), 0.0)
+
+
+@triton.jit
+def later_power(b_G, G, stride, r, c, length, K: tl.constexpr, SHIFT: tl.constexpr):
+    """What a token is multiplied by as the later one of a pair, times 2^SHIFT."""
+    return exp2(fall_in_half(b_G, G, stride, r, c, length, K) + SHIFT)
 
 
 @triton.jit
@@ -74,12 +90,8 @@ def pairs_kernel(
     A_log,
     dt_bias,
     G,  # [B, T, HV, K] for a channel decay, else [tiles, C], written; also what follows
-    q_in,  # as in prepare_kernel, for a channel decay
-    k_in,
-    k_out,
-    total,
     drop,  # [tiles, C], for a channel decay
-    norms,  # [tiles, 2, C]: 1/‖q‖, 1/‖k‖
+    norms,  # [tiles, 2, C], with L2NORM: 1/‖q‖, 1/‖k‖
     W,  # [tiles, C, C]
     P,
     chunks,
@@ -92,8 +104,8 @@ def pairs_kernel(
     KP: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
-    NEAR: tl.constexpr,
-    NEAR_LEVEL: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     LEVELS: tl.constexpr,
     DELTA: tl.constexpr,
     CHANNEL: tl.constexpr,
@@ -118,43 +130,32 @@ def pairs_kernel(
     p = tl.zeros((C, C), tl.float32)
     a = tl.zeros((C, C), tl.float32)
 
-    norm_q, norm_k = row_norms(q, k, H, K, KP, BK, live, L2NORM)
-    tl.store(norms + tile * 2 * C + r, norm_q)
-    tl.store(norms + (tile * 2 + 1) * C + r, norm_k)
     if CHANNEL:
-        g += (first * HV + head) * K
+        HALF: tl.constexpr = C // 2
+        norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
         G += (first * HV + head) * K
-        tokens = tile * C * KP
-        for start in tl.range(0, KP, BK):
-            prepare(
-                q, k, g, A_log, dt_bias, G, q_in + tokens, k_in + tokens, k_out + tokens, total + tile * KP, norm_q,
-                norm_k, scale, head, live, start + tl.arange(0, BK), H, HV, K, KP, DELTA, GATE, BIAS,
-            )  # fmt: skip
-        tl.debug_barrier()  # G is read by other threads than wrote it
         diagonal = tl.zeros((C,), tl.float32)
         b_drop = tl.zeros((C,), tl.float32)
-        # Blocks of NEAR tokens.
         for start in tl.static_range(0, KP, BK):
             c = start + tl.arange(0, BK)
             b_q = load_rows(q, H * K, r, c, live, K, KP)
             b_k = load_rows(k, H * K, r, c, live, K, KP)
             b_G = load_rows(G, HV * K, r, c, live, K, KP)
-            anchor = load_rows(G, HV * K, r - r % NEAR, c, live, K, KP)
             diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-            fall = (b_G - anchor).to(tl.float32)
+            fall = fall_in_half(b_G, G, HV * K, r, c, length, K)
             b_drop = tl.maximum(b_drop, tl.max(-fall, 1))
-            down = exp2(fall)
-            up = tl.trans((b_k * exp2(tl.minimum(-fall, LIMIT))).to(OPERAND))
-            p = tl.dot((b_q * down).to(OPERAND), up, acc=p, input_precision=PRECISION)
+            down = exp2(fall + SHIFT)
+            columns = tl.trans((b_k * exp2(-tl.maximum(fall, -LIMIT) - SHIFT)).to(OPERAND))
+            p = tl.dot((b_q * down).to(OPERAND), columns, acc=p, input_precision=PRECISION)
             if DELTA:
-                a = tl.dot((b_k * down).to(OPERAND), up, acc=a, input_precision=PRECISION)
+                a = tl.dot((b_k * down).to(OPERAND), columns, acc=a, input_precision=PRECISION)
         tl.store(drop + tile * C + r, b_drop)
-        block = r // NEAR
-        chosen = (tl.where(b_drop <= LIMIT, block, -1)[:, None] == block[None, :]) & (r[:, None] > r[None, :])
+        half = r // HALF
+        chosen = (half[:, None] == tl.where(b_drop <= LIMIT, half, -1)[None, :]) & (r[:, None] > r[None, :])
         p = tl.where(chosen, p, 0.0)
         a = tl.where(chosen, a, 0.0)
-        # Blocks of 2^(level + 1) tokens; below NEAR only for tokens behind a deep fall.
-        lowest = tl.where(tl.max(b_drop, 0) > LIMIT, 0, NEAR_LEVEL)
+        # Blocks of 2^(level + 1) tokens, for earlier tokens that are not near.
+        lowest = tl.where(tl.max(b_drop, 0) > LIMIT, 0, LEVELS - 1)
         for level in tl.range(lowest, LEVELS - 1):
             half = r >> level
             anchors = (((half >> 1) << 1) << level) + (1 << level) - 1
@@ -172,27 +173,31 @@ def pairs_kernel(
                 p_level = tl.dot((b_q * decay).to(OPERAND), columns, acc=p_level, input_precision=PRECISION)
                 if DELTA:
                     a_level = tl.dot(keys, columns, acc=a_level, input_precision=PRECISION)
-            right = ((half & 1) == 1) & ((level >= NEAR_LEVEL) | (b_drop > LIMIT))
-            chosen = tl.where(right, half - 1, -1)[:, None] == half[None, :]
+            asking = tl.where(((half & 1) == 0) & (b_drop > LIMIT), half + 1, -1)
+            chosen = half[:, None] == asking[None, :]
             p = tl.where(chosen, p_level, p)
             if DELTA:
                 a = tl.where(chosen, a_level, a)
         # The two halves of the chunk: rows are zero in the left one, columns in the right one.
-        right = r >= C // 2
+        right = r >= HALF
         for start in tl.static_range(0, KP, BK):
             c = start + tl.arange(0, BK)
             b_G = load_rows(G, HV * K, r, c, live, K, KP)
-            anchor = load_rows(G, HV * K, r * 0 + (C // 2 - 1), c, live & (length >= C // 2), K, KP)
+            anchor = load_row(G, HV * K, HALF, c, length, K)[None, :]
             decay = exp2(-tl.abs((b_G - anchor).to(tl.float32)))
             rows = live & right
             b_q = (load_rows(q, H * K, r, c, rows, K, KP) * decay).to(OPERAND)
-            columns = tl.trans((load_rows(k, H * K, r, c, live & (r < C // 2), K, KP) * decay).to(OPERAND))
+            columns = tl.trans((load_rows(k, H * K, r, c, live & (r < HALF), K, KP) * decay).to(OPERAND))
             p = tl.dot(b_q, columns, acc=p, input_precision=PRECISION)
             if DELTA:
                 b_k = (load_rows(k, H * K, r, c, rows, K, KP) * decay).to(OPERAND)
                 a = tl.dot(b_k, columns, acc=a, input_precision=PRECISION)
         p = tl.where(r[:, None] == r[None, :], diagonal[:, None], p)
     else:
+        norm_q, norm_k = row_norms(q, k, H, K, KP, BK, live, L2NORM)
+        if L2NORM:
+            tl.store(norms + tile * 2 * C + r, norm_q)
+            tl.store(norms + (tile * 2 + 1) * C + r, norm_k)
         for start in tl.static_range(0, KP, BK):
             c = start + tl.arange(0, BK)
             b_q = load_rows(q, H * K, r, c, live, K, KP)

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from kernels.gpu.tiles import Launch, Tiles, generation, padded, tiles_for
 
-NEAR = 16  # tokens of the blocks on the diagonal, see kernels.gpu.pairs
+# How far a channel may fall in half a chunk for pairs to be near, and what exponents are moved up by, see
+# kernels.gpu.pairs. 2^80 leaves 2^47 for keys and gradients, and −3.6 a token stays near. Moved exponents are rounded to
+# 4e-6: nothing beside bfloat16, too much beside float32.
+NEAR = {"LIMIT": 160.0, "SHIFT": 80.0}
+NEAR_FLOAT32 = {"LIMIT": 64.0, "SHIFT": 0.0}
 
 _TRITON = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -46,7 +50,7 @@ class Plan:
     ):
         self.B, self.T, self.H, self.K, self.HV, self.V, self.N = B, T, H, K, HV, V, N
         self.device, self.packed = device, packed
-        self.delta, self.channel = rule == "delta", decay == "channel"
+        self.delta, self.channel, self.l2norm = rule == "delta", decay == "channel", l2norm
         self.operand = torch.float32 if float32 else torch.bfloat16  # of products
         self.wide = torch.float64 if float32 else torch.float32  # of cumulative gates
         self.launch: Tiles = tiles_for(device, float32, K, V, rule, decay)
@@ -62,10 +66,10 @@ class Plan:
         precision = "tf32x3" if exact else "tf32"
         products = {"OPERAND": _TRITON[self.operand], "PRECISION": precision}
         keys, values = {"H": H, "K": K, "KP": self.KP}, {"V": V, "VP": self.VP}
-        levels = {"NEAR": NEAR, "NEAR_LEVEL": NEAR.bit_length() - 1, "LEVELS": self.C.bit_length() - 1}
+        levels = {"LEVELS": self.C.bit_length() - 1} | (NEAR_FLOAT32 if float32 else NEAR)
         kind = {"CHANNEL": self.channel, "GATED": gated}
         norm, strength = {"L2NORM": l2norm}, {"SIGMOID": sigmoid}
-        self.sizes = {"scale": scale, "T": T, "NT": self.NT}
+        self.sizes = (scale, T, self.NT)
         self.prepare = common | gates | keys | norm | self._options(self.launch.prepare, BK=self.KP)
         self.pairs = common | gates | products | keys | levels | kind | norm | strength
         self.pairs |= {"WIDE": _TRITON[self.wide], "INVERSE": precision if float32 else self.launch.inverse}
@@ -73,7 +77,7 @@ class Plan:
         scan = common | products | keys | values | kind | norm
         self.scan = scan | self._options(self.launch.scan, BV=self.VP, stages=True)
         self.reverse_scan = scan | self._options(self.launch.reverse_scan, BV=self.VP, stages=True)
-        self.pair_gradients = common | products | values | norm | strength | {"NEAR": NEAR}
+        self.pair_gradients = common | products | values | norm | strength
         self.pair_gradients |= self._options(self.launch.pair_gradients, BV=self.VP)
         self.gradients = common | gates | products | keys | values | norm
         self.gradients |= levels if self.channel else {"GATED": gated} | strength
@@ -108,6 +112,9 @@ class Plan:
 
     def floats(self, *shape: int) -> Tensor:
         return self.empty(*shape, dtype=torch.float32)
+
+    def norms(self) -> Tensor:
+        return self.floats(self.tiles if self.l2norm else 0, 2, self.C)
 
     def order(self, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Of packed sequences: [chunks, 2], a chunk's first token and its number of tokens, zero for an unused one;

@@ -6,8 +6,8 @@
     k̃   = k̂ ⊙ 2^G                  likewise (delta rule)
     k̄   = k̂ ⊙ 2^(G_C − G)          is written to the state that leaves, which keeps 2^(G_C) of the one that entered
 
-q̂ and k̂ are q and k, or these with unit norm. The forward does it in the kernel of the pairs, which reads the same
-tensors; the backward, which needs it again, by itself, one program per chunk, value head and BK key channels.
+q̂ and k̂ are q and k, or these with unit norm. One program per chunk, value head and BK key channels, in the forward and,
+since keeping it all would cost more than making it again, in the backward.
 """
 
 import triton
@@ -35,56 +35,6 @@ def row_norms(q, k, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.c
         return tl.full((C,), 1.0, tl.float32), tl.full((C,), 1.0, tl.float32)
 
 
-@triton.jit
-def prepare(
-    q,  # the chunk's rows of [B, T, H, K]
-    k,
-    g,  # of [B, T, HV, K]
-    A_log,  # [HV]
-    dt_bias,  # [HV, K]
-    G,  # the chunk's rows of [B, T, HV, K], written; also what follows
-    q_in,  # the chunk's [C, KP]
-    k_in,
-    k_out,
-    total,  # the chunk's [KP]
-    norm_q,
-    norm_k,
-    scale,
-    head,
-    live,
-    c,  # key channels
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    DELTA: tl.constexpr,
-    GATE: tl.constexpr,
-    BIAS: tl.constexpr,
-):
-    """What the module describes, for the key channels c."""
-    r = tl.arange(0, live.shape[0])
-    b_g = load_rows(g, HV * K, r, c, live, K, KP).to(tl.float32)
-    if GATE:
-        bias = 0.0
-        if BIAS:
-            bias = tl.load(dt_bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
-        b_g = log_decay(b_g, tl.exp(tl.load(A_log + head).to(tl.float32)), bias, GATE)
-        b_g = tl.where(live[:, None], b_g, 0.0)
-    steps = tl.maximum(b_g * LOG2_E, STRONGEST).to(G.dtype.element_ty)
-    b_G = tl.cumsum(steps, 0)
-    end = tl.sum(steps, 0)
-    store_rows(G, HV * K, r, c, live, b_G, K, KP)
-    entering = exp2(b_G.to(tl.float32))
-    b_q = load_rows(q, H * K, r, c, live, K, KP).to(tl.float32) * (norm_q * scale)[:, None]
-    b_k = load_rows(k, H * K, r, c, live, K, KP).to(tl.float32) * norm_k[:, None]
-    at = r[:, None] * KP + c[None, :]
-    tl.store(total + c, exp2(end.to(tl.float32)))
-    tl.store(q_in + at, (b_q * entering).to(q_in.dtype.element_ty))
-    tl.store(k_out + at, (b_k * exp2((end[None, :] - b_G).to(tl.float32))).to(k_out.dtype.element_ty))
-    if DELTA:
-        tl.store(k_in + at, (b_k * entering).to(k_in.dtype.element_ty))
-
-
 @triton.jit(do_not_specialize=SIZES)
 def prepare_kernel(
     q,  # [B, T, H, K]
@@ -97,7 +47,7 @@ def prepare_kernel(
     k_in,
     k_out,
     total,  # [tiles, KP]
-    norms,  # [tiles, 2, C]: 1/‖q‖, 1/‖k‖
+    norms,  # [tiles, 2, C], with L2NORM: 1/‖q‖, 1/‖k‖
     chunks,
     scale,
     T,
@@ -123,13 +73,29 @@ def prepare_kernel(
     r = tl.arange(0, C)
     live = r < length
     norm_q, norm_k = row_norms(q, k, H, K, KP, BK, live, L2NORM)
-    if part == 0:
+    if L2NORM and part == 0:
         tl.store(norms + tile * 2 * C + r, norm_q)
         tl.store(norms + (tile * 2 + 1) * C + r, norm_k)
     g += (first * HV + head) * K
     G += (first * HV + head) * K
-    tokens = tile * C * KP
-    prepare(
-        q, k, g, A_log, dt_bias, G, q_in + tokens, k_in + tokens, k_out + tokens, total + tile * KP, norm_q, norm_k,
-        scale, head, live, part * BK + tl.arange(0, BK), H, HV, K, KP, DELTA, GATE, BIAS,
-    )  # fmt: skip
+    c = part * BK + tl.arange(0, BK)
+    b_g = load_rows(g, HV * K, r, c, live, K, KP).to(tl.float32)
+    if GATE:
+        bias = 0.0
+        if BIAS:
+            bias = tl.load(dt_bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
+        b_g = log_decay(b_g, tl.exp(tl.load(A_log + head).to(tl.float32)), bias, GATE)
+        b_g = tl.where(live[:, None], b_g, 0.0)
+    steps = tl.maximum(b_g * LOG2_E, STRONGEST).to(G.dtype.element_ty)
+    b_G = tl.cumsum(steps, 0)
+    end = tl.sum(steps, 0)
+    store_rows(G, HV * K, r, c, live, b_G, K, KP)
+    entering = exp2(b_G.to(tl.float32))
+    b_q = load_rows(q, H * K, r, c, live, K, KP).to(tl.float32) * (norm_q * scale)[:, None]
+    b_k = load_rows(k, H * K, r, c, live, K, KP).to(tl.float32) * norm_k[:, None]
+    at = tile * C * KP + r[:, None] * KP + c[None, :]
+    tl.store(total + tile * KP + c, exp2(end.to(tl.float32)))
+    tl.store(q_in + at, (b_q * entering).to(q_in.dtype.element_ty))
+    tl.store(k_out + at, (b_k * exp2((end[None, :] - b_G).to(tl.float32))).to(k_out.dtype.element_ty))
+    if DELTA:
+        tl.store(k_in + at, (b_k * entering).to(k_in.dtype.element_ty))

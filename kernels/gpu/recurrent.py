@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kernels.gpu.chunk import chunk_backward, chunk_forward, contiguous, differentiate, traced
 from kernels.gpu.common import NORM_EPS, log_decay, write_strength
+from kernels.gpu.launch import launcher, types
 
 TILE = 4096  # state elements of a program: 32 registers a thread with four warps
 WIDEST = 64  # value columns of a program
@@ -165,25 +166,15 @@ def launch(
     o = v.new_empty(v.shape)
     final_state = v.new_empty((N, HV, K, V), dtype=torch.float32) if out_state is None else out_state
     BK, BV, warps = tile(K, V)
+    tensors = contiguous(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    sizes = {"H": H, "HV": HV, "K": K, "V": V, "BK": BK, "BV": BV}
+    options = {"RULE": rule, "DECAY": decay, "L2NORM": l2norm, "SIGMOID": sigmoid, "num_warps": warps}
+    # Triton also compiles for a length of one and for multiples of 16.
+    key = (T == 1, T % 16 == 0, *sizes.values(), *options.values())
+    start = launcher("recurrent", v.device, key, types(*tensors, final_state))
     with torch.cuda.device_of(v):
-        _recurrent[(N * HV * triton.cdiv(V, BV),)](
-            *contiguous(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
-            o,
-            final_state,
-            scale,
-            T,
-            H,
-            HV,
-            K,
-            V,
-            BK,
-            BV,
-            rule,
-            decay,
-            l2norm,
-            sigmoid,
-            num_warps=warps,
-        )
+        grid = (N * HV * triton.cdiv(V, BV),)
+        start(_recurrent, grid, (*tensors, o, final_state, scale, T), sizes | options)
     return o, final_state
 
 

@@ -9,18 +9,54 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.common import (
-    LN_2,
     SIZES,
-    STRONGEST,
     exp2,
     floored,
+    gate_gradient,
+    load_norms,
     load_rows,
     locate,
-    log_decay,
     store_rows,
     write_strength,
 )
 from kernels.gpu.pair_gradients import write_gradient
+
+
+@triton.jit
+def trace(x):
+    """The sum of a square matrix's diagonal."""
+    i = tl.arange(0, x.shape[0])
+    return tl.sum(tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), 1), 0)
+
+
+@triton.jit
+def value_rows(
+    v,
+    d_o,
+    d_v,
+    E,
+    rows,
+    r,
+    vc,
+    live,
+    tile,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    DELTA: tl.constexpr,
+    L2NORM: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """dO, dV (where it is needed) and E of a chunk, for the value channels vc."""
+    b_do = load_rows(d_o + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+    b_dv = b_do
+    if DELTA or L2NORM:
+        b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+    if DELTA:
+        b_E = tl.load(E + tile * live.shape[0] * VP + r[:, None] * VP + vc[None, :])
+    else:
+        b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+    return b_do, b_dv, b_E
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -91,25 +127,25 @@ def scalar_gradients_kernel(
         raw_beta = tl.load(beta + (first + r) * HV + head, mask=live, other=0.0).to(tl.float32)
         b_beta = floored(write_strength(raw_beta, SIGMOID))
         inverse = 1.0 / b_beta
+    # All value channels at once are read once, for all of the products.
+    b_do, b_dv, b_E = value_rows(
+        v, d_o, d_v, E, rows, r, tl.arange(0, BV), live, tile, HV, V, VP, DELTA, L2NORM, OPERAND
+    )
     for start in tl.range(0, VP, BV):
         vc = start + tl.arange(0, BV)
-        b_do = load_rows(d_o + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
-        b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+        if BV < VP:
+            b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, L2NORM, OPERAND)
         if L2NORM:
             b_o = load_rows(o + rows, HV * V, r, vc, live, V, VP).to(tl.float32)
             b_v = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(tl.float32)
             o_dot += tl.sum(b_o * b_do.to(tl.float32), 1)
             v_dot += tl.sum(b_v * b_dv.to(tl.float32), 1)
         if DELTA:
-            b_E = tl.load(E + tile * C * VP + r[:, None] * VP + vc[None, :])
             error_dot += tl.sum((b_dv * inverse[:, None]) * (b_E * inverse[:, None]), 1)
             m = tl.dot(b_dv, tl.trans(b_E), acc=m, input_precision=PRECISION)
-        else:
-            b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
         z = tl.dot(b_do, tl.trans(b_E), acc=z, input_precision=PRECISION)
 
-    norm_q = tl.load(norms + tile * 2 * C + r)
-    norm_k = tl.load(norms + (tile * 2 + 1) * C + r)
+    norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
     reading = norm_q * scale
     entering = norm_k
     leaving = norm_k
@@ -144,14 +180,11 @@ def scalar_gradients_kernel(
     z_t = tl.zeros((C, C), tl.float32)
     m_t = tl.zeros((C, C), tl.float32)
     for start in tl.range(0, VP, BV):
-        vc = start + tl.arange(0, BV)
-        b_do = load_rows(d_o + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+        if BV < VP:
+            vc = start + tl.arange(0, BV)
+            b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, L2NORM, OPERAND)
         if DELTA:
-            b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
-            b_E = tl.load(E + tile * C * VP + r[:, None] * VP + vc[None, :])
             m_t = tl.dot(b_E, tl.trans(b_dv), acc=m_t, input_precision=PRECISION)
-        else:
-            b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
         z_t = tl.dot(b_E, tl.trans(b_do), acc=z_t, input_precision=PRECISION)
     upper = r[:, None] <= r[None, :]
     if GATED:
@@ -167,29 +200,27 @@ def scalar_gradients_kernel(
         tl.store(d_beta + (first + r) * HV + head, d_raw.to(d_beta.dtype.element_ty), mask=r < length)
         v_dot = 2.0 * b_beta * error_dot - v_dot
 
-    d_end = tl.zeros((BV,), tl.float32)
+    d_end = tl.zeros((BK, BK), tl.float32)
     written_sum = tl.zeros((C,), tl.float32)
-    for column in tl.range(0, KP, BK):
+    for column in tl.range(0, KP, BK, num_stages=STAGES if BV == VP else 1):
         c = column + tl.arange(0, BK)
         b_dq = tl.zeros((C, BK), tl.float32)
         b_error = tl.zeros((C, BK), tl.float32)
         b_dk = tl.zeros((C, BK), tl.float32)
-        for start in tl.range(0, VP, BV, num_stages=STAGES):
+        for start in tl.range(0, VP, BV, num_stages=STAGES if BV < VP else 1):
             vc = start + tl.arange(0, BV)
             at_state = tile * VP * KP + vc[:, None] * KP + c[None, :]
             b_S = tl.load(S + at_state)
             b_dS = tl.load(dS + at_state)
-            b_do = load_rows(d_o + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+            if BV < VP:
+                b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, L2NORM, OPERAND)
             b_dq = tl.dot(b_do, b_S, acc=b_dq, input_precision=PRECISION)
             if DELTA:
-                b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
                 b_error = tl.dot(b_dv, b_S, acc=b_error, input_precision=PRECISION)
-                b_E = tl.load(E + tile * C * VP + r[:, None] * VP + vc[None, :])
-            else:
-                b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
             b_dk = tl.dot(b_E, b_dS, acc=b_dk, input_precision=PRECISION)
             if GATED:
-                d_end += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
+                # Its trace is Σ S ⊙ dS, without a look at either outside of the tensor core.
+                d_end = tl.dot(tl.trans(b_S), b_dS, acc=d_end, input_precision=PRECISION)
         b_q = load_rows(q, H * K, r, c, live, K, KP)
         b_k = load_rows(k, H * K, r, c, live, K, KP)
         b_dq *= reading[:, None]
@@ -213,17 +244,14 @@ def scalar_gradients_kernel(
         store_rows(d_k + (first * HV + head) * K, HV * K, r, c, live, b_dk, K, KP)
     if GATED:
         b_dg = tl.cumsum(b_dG, 0, reverse=True)
-        b_dg += tl.sum(d_end, 0) * exp2(end.to(tl.float32)) + tl.sum(written_sum, 0)
+        b_dg += trace(d_end) * exp2(end.to(tl.float32)) + tl.sum(written_sum, 0)
         if GATE:
             raw = tl.load(g + (first + r) * HV + head, mask=r < length, other=0.0).to(tl.float32)
             bias = 0.0
             if BIAS:
                 bias = tl.load(dt_bias + head).to(tl.float32)
             rate = tl.exp(tl.load(A_log + head).to(tl.float32))
-            b_dg = tl.where(r < length, b_dg, 0.0)
-            # As strong as it acts: what is stronger has a gradient of zero but for rounding.
-            b_g = tl.maximum(log_decay(raw, rate, bias, GATE), STRONGEST * LN_2)
-            tl.store(d_rate + tile, tl.sum(b_dg * b_g, 0))
-            b_dg *= -rate / (1.0 + tl.exp(-(raw + bias)))
+            b_dg, by_rate = gate_gradient(b_dg, raw + bias, rate, live)
+            tl.store(d_rate + tile, tl.sum(by_rate, 0))
             tl.store(d_bias + tile, tl.sum(b_dg, 0))
         tl.store(d_g + (first + r) * HV + head, b_dg.to(d_g.dtype.element_ty), mask=r < length)

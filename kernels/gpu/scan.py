@@ -17,7 +17,7 @@ and as many in reverse (the product with W is done twice, see exact_dot), 2 C (2
 import triton
 import triton.language as tl
 
-from kernels.gpu.common import SIZES, exp2, load_rows, store_rows
+from kernels.gpu.common import SIZES, exp2, load_norms, load_rows, store_rows
 
 
 @triton.jit
@@ -57,10 +57,10 @@ def factors(G, norms, tile, scale, C: tl.constexpr, GATED: tl.constexpr, L2NORM:
     leaving = 1.0
     kept = 1.0
     if L2NORM:
-        norm_k = tl.load(norms + (tile * 2 + 1) * C + r)[None, :]
-        reading = tl.load(norms + tile * 2 * C + r)[None, :] * scale
-        entering = norm_k
-        leaving = norm_k
+        norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
+        reading = norm_q[None, :] * scale
+        entering = norm_k[None, :]
+        leaving = entering
     if GATED:
         b_G = tl.load(G + tile * C + r)
         end = tl.load(G + tile * C + C - 1)

@@ -65,7 +65,10 @@ TABLE: dict[Key, Tiles] = {
         gradients=Launch(values=128),
     ),
     (90, 128, "delta", "scalar"): Tiles(
-        pairs=Launch(keys=128), scan=Launch(stages=2), reverse_scan=Launch(8, 3, values=128)
+        pairs=Launch(keys=128),
+        scan=Launch(stages=2),
+        reverse_scan=Launch(8, 3, values=128),
+        gradients=Launch(values=128),
     ),
     (90, 128, "delta", "channel"): _KDA_128,
 }

@@ -1,0 +1,41 @@
+"""How kernels are started.
+
+Triton's own call reads the types of all arguments anew, which takes several times as long as the start itself. Here
+that happens once for all calls of the same key; afterwards the compiled kernel takes its arguments as they are.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+
+def types(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What Triton compiles for: dtypes, which are missing, which lie at multiples of 16 bytes."""
+    return tuple(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
+
+
+class Launcher:
+    """Starts kernels whose arguments always have the same types, and their constants the same values."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
+        """Start `kernel`: `arguments` by position, then the constants, as it declares them."""
+        known = self._compiled.get(kernel.__name__)
+        if known is not None:
+            compiled, values = known
+            compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+            return
+        compiled = kernel[grid](*arguments, **constants)
+        if compiled is not None:  # Triton's interpreter compiles nothing
+            values = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+            self._compiled[kernel.__name__] = compiled, values
+
+
+@lru_cache(maxsize=4096)
+def launcher(*key: Any) -> Launcher:
+    """The one of this key, which has to name all that the kernels are compiled for."""
+    return Launcher()
