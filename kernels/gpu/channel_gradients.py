@@ -21,7 +21,7 @@ from kernels.gpu.common import (
     store_rows,
 )
 from kernels.gpu.pair_gradients import load_pairs
-from kernels.gpu.pairs import later_power
+from kernels.gpu.pairs import earlier_power, later_power
 
 
 @triton.jit
@@ -108,10 +108,10 @@ def earlier_keys(
     """Keys as the later tokens of the left or right half meet them, and the powers that make them so."""
     HALF: tl.constexpr = r.shape[0] // 2
     anchor = load_row(G, HV * K, HALF if right else 0, c, length, K)
-    rise = (anchor[None, :] - load_rows(G, HV * K, r, c, live, K, KP)).to(tl.float32)
+    power = earlier_power(anchor[None, :], load_rows(G, HV * K, r, c, live, K, KP), LIMIT, SHIFT)
     # A token of the same half that is not near meets no other by this way.
     there = (tl.load(drop + r) <= LIMIT) | ((r >= HALF) != right)
-    power = exp2(tl.where(there[:, None], tl.minimum(rise, LIMIT) - SHIFT, float("-inf")))
+    power = tl.where(there[:, None], power, 0.0)
     return decayed(load_rows(k, H * K, r, c, live, K, KP), power, OPERAND), power
 
 
@@ -211,9 +211,9 @@ def channel_gradients_kernel(
             b_dk = tl.dot(b_dv, b_S, acc=b_dk, input_precision=PRECISION)
         d_end += tl.sum(b_S.to(tl.float32) * tl.load(dS + at_state).to(tl.float32), 0)
     norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
-    to_left = exp2(load_row(G, HV * K, 0, c, length, K).to(tl.float32) - SHIFT)
-    to_right = exp2(load_row(G, HV * K, HALF, c, length, K).to(tl.float32) - SHIFT)
-    entering = tl.where(right[:, None], to_right[None, :], to_left[None, :])
+    to_left = load_row(G, HV * K, 0, c, length, K)[None, :]
+    to_right = load_row(G, HV * K, HALF, c, length, K)[None, :]
+    entering = tl.where(right[:, None], exp2(to_right.to(tl.float32) - SHIFT), exp2(to_left.to(tl.float32) - SHIFT))
     b_dq *= entering * (norm_q * scale)[:, None]
     b_dk *= entering * -norm_k[:, None]
     k_left, _ = earlier_keys(k, G, drop, False, r, c, live, length, H, HV, K, KP, LIMIT, SHIFT, OPERAND)
@@ -224,7 +224,10 @@ def channel_gradients_kernel(
     b_dq = tl.dot(Z_right, k_right, acc=b_dq, input_precision=PRECISION)
     if DELTA:
         b_dk = tl.dot(M_right, k_right, acc=b_dk, input_precision=PRECISION)
-    down = later_power(load_rows(G, HV * K, r, c, live, K, KP), G, HV * K, r, c, length, K, SHIFT)
+    to_left = load_row(G, HV * K, 0, c, length, K)[None, :]
+    to_right = load_row(G, HV * K, HALF, c, length, K)[None, :]
+    b_G = load_rows(G, HV * K, r, c, live, K, KP)
+    down = later_power((b_G - tl.where(right[:, None], to_right, to_left)).to(tl.float32), SHIFT)
     q_down = decayed(load_rows(q, H * K, r, c, live, K, KP), down, OPERAND)
     b_dG = q_down * b_dq
     b_dq = settled(b_dq * down)

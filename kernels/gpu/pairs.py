@@ -41,18 +41,15 @@ from kernels.gpu.prepare import row_norms
 
 
 @triton.jit
-def fall_in_half(b_G, G, stride, r, c, length, K: tl.constexpr):
-    """What the log2-decay of a token has fallen by since the first one of its half of the chunk, as a number ≤ 0."""
-    HALF: tl.constexpr = r.shape[0] // 2
-    left = load_row(G, stride, 0, c, length, K)[None, :]
-    right = load_row(G, stride, HALF, c, length, K)[None, :]
-    return tl.minimum((b_G - tl.where((r < HALF)[:, None], left, right)).to(tl.float32), 0.0)
+def later_power(fall, SHIFT: tl.constexpr):
+    """What a token is multiplied by as the later one of a pair that meets where it has fallen from."""
+    return exp2(tl.minimum(fall, 0.0) + SHIFT)
 
 
 @triton.jit
-def later_power(b_G, G, stride, r, c, length, K: tl.constexpr, SHIFT: tl.constexpr):
-    """What a token is multiplied by as the later one of a pair, times 2^SHIFT."""
-    return exp2(fall_in_half(b_G, G, stride, r, c, length, K) + SHIFT)
+def earlier_power(anchor, b_G, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+    """What a token is multiplied by as the earlier one of a pair that meets at `anchor`."""
+    return exp2(tl.minimum((anchor - b_G).to(tl.float32), LIMIT) - SHIFT)
 
 
 @triton.jit
@@ -134,6 +131,9 @@ def pairs_kernel(
         HALF: tl.constexpr = C // 2
         norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
         G += (first * HV + head) * K
+        right = r >= HALF
+        p_right = tl.zeros((C, C), tl.float32)
+        a_right = tl.zeros((C, C), tl.float32)
         diagonal = tl.zeros((C,), tl.float32)
         b_drop = tl.zeros((C,), tl.float32)
         for start in tl.static_range(0, KP, BK):
@@ -142,18 +142,26 @@ def pairs_kernel(
             b_k = load_rows(k, H * K, r, c, live, K, KP)
             b_G = load_rows(G, HV * K, r, c, live, K, KP)
             diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-            fall = fall_in_half(b_G, G, HV * K, r, c, length, K)
+            to_left = load_row(G, HV * K, 0, c, length, K)[None, :]
+            to_right = load_row(G, HV * K, HALF, c, length, K)[None, :]
+            fall = (b_G - tl.where(right[:, None], to_right, to_left)).to(tl.float32)
             b_drop = tl.maximum(b_drop, tl.max(-fall, 1))
-            down = exp2(fall + SHIFT)
-            columns = tl.trans((b_k * exp2(-tl.maximum(fall, -LIMIT) - SHIFT)).to(OPERAND))
-            p = tl.dot((b_q * down).to(OPERAND), columns, acc=p, input_precision=PRECISION)
+            down = later_power(fall, SHIFT)
+            b_q = (b_q * down).to(OPERAND)
+            b_a = (b_k * down).to(OPERAND)
+            columns = tl.trans((b_k * earlier_power(to_left, b_G, LIMIT, SHIFT)).to(OPERAND))
+            p = tl.dot(b_q, columns, acc=p, input_precision=PRECISION)
             if DELTA:
-                a = tl.dot((b_k * down).to(OPERAND), columns, acc=a, input_precision=PRECISION)
+                a = tl.dot(b_a, columns, acc=a, input_precision=PRECISION)
+            columns = tl.trans((b_k * earlier_power(to_right, b_G, LIMIT, SHIFT)).to(OPERAND))
+            p_right = tl.dot(b_q, columns, acc=p_right, input_precision=PRECISION)
+            if DELTA:
+                a_right = tl.dot(b_a, columns, acc=a_right, input_precision=PRECISION)
         tl.store(drop + tile * C + r, b_drop)
-        half = r // HALF
-        chosen = (half[:, None] == tl.where(b_drop <= LIMIT, half, -1)[None, :]) & (r[:, None] > r[None, :])
-        p = tl.where(chosen, p, 0.0)
-        a = tl.where(chosen, a, 0.0)
+        across = right[:, None] & (r < HALF)[None, :]
+        chosen = (r[:, None] > r[None, :]) & ((b_drop <= LIMIT)[None, :] | across)
+        p = tl.where(chosen, tl.where(right[:, None], p_right, p), 0.0)
+        a = tl.where(chosen, tl.where(right[:, None], a_right, a), 0.0)
         # Blocks of 2^(level + 1) tokens, for earlier tokens that are not near.
         lowest = tl.where(tl.max(b_drop, 0) > LIMIT, 0, LEVELS - 1)
         for level in tl.range(lowest, LEVELS - 1):
@@ -178,20 +186,6 @@ def pairs_kernel(
             p = tl.where(chosen, p_level, p)
             if DELTA:
                 a = tl.where(chosen, a_level, a)
-        # The two halves of the chunk: rows are zero in the left one, columns in the right one.
-        right = r >= HALF
-        for start in tl.static_range(0, KP, BK):
-            c = start + tl.arange(0, BK)
-            b_G = load_rows(G, HV * K, r, c, live, K, KP)
-            anchor = load_row(G, HV * K, HALF, c, length, K)[None, :]
-            decay = exp2(-tl.abs((b_G - anchor).to(tl.float32)))
-            rows = live & right
-            b_q = (load_rows(q, H * K, r, c, rows, K, KP) * decay).to(OPERAND)
-            columns = tl.trans((load_rows(k, H * K, r, c, live & (r < HALF), K, KP) * decay).to(OPERAND))
-            p = tl.dot(b_q, columns, acc=p, input_precision=PRECISION)
-            if DELTA:
-                b_k = (load_rows(k, H * K, r, c, rows, K, KP) * decay).to(OPERAND)
-                a = tl.dot(b_k, columns, acc=a, input_precision=PRECISION)
         p = tl.where(r[:, None] == r[None, :], diagonal[:, None], p)
     else:
         norm_q, norm_k = row_norms(q, k, H, K, KP, BK, live, L2NORM)

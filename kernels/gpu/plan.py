@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kernels.gpu.tiles import Launch, Tiles, generation, padded, tiles_for
 
-# How far a channel may fall in half a chunk for pairs to be near, and what exponents are moved up by, see
-# kernels.gpu.pairs. 2^80 leaves 2^47 for keys and gradients, and −3.6 a token stays near. Moved exponents are rounded to
-# 4e-6: nothing beside bfloat16, too much beside float32.
+# See kernels.gpu.pairs. 2^80 leaves 2^47 for the inputs' own size, and −3.5 a token stays near. The exponents that are
+# moved are rounded to 4e-6: nothing beside bfloat16, too much beside float32.
 NEAR = {"LIMIT": 160.0, "SHIFT": 80.0}
 NEAR_FLOAT32 = {"LIMIT": 64.0, "SHIFT": 0.0}
 

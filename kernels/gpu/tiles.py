@@ -45,8 +45,13 @@ FLOAT32 = Tiles(chunk=32, scan=Launch(8, values=16), reverse_scan=Launch(values=
 # (capability, wider of K and V as in `padded`, rule, decay), for bf16 inputs. Measured on an H200 with Triton 3.7.1;
 # the additive cells with a decay have what was measured for the others.
 Key = tuple[int, int, str, str]
-_KDA_128 = Tiles(scan=Launch(8, 2, values=128), reverse_scan=Launch(8, 2, values=128), gradients=Launch(values=128))
-_KDA_64 = Tiles(scan=Launch(stages=2), reverse_scan=Launch(stages=3))
+_KDA_128 = Tiles(
+    prepare=Launch(keys=32),
+    scan=Launch(8, 2, values=128),
+    reverse_scan=Launch(8, 2, values=128),
+    gradients=Launch(values=128),
+)
+_KDA_64 = Tiles(prepare=Launch(keys=32), scan=Launch(stages=2), reverse_scan=Launch(stages=3))
 _LINEAR_128 = Tiles(scan=Launch(8, 3, values=128), reverse_scan=Launch(8, 3, values=128), gradients=Launch(values=128))
 TABLE: dict[Key, Tiles] = {
     (90, 64, "additive", "none"): Tiles(scan=Launch(stages=2), reverse_scan=Launch(stages=2)),

@@ -98,7 +98,7 @@ class Run:
         self.setting = setting_of(options, resolved)
         self.console = plain_console(sys.stdout.isatty())
         self.bandwidth: float | None = None
-        self.checked: dict[tuple[Case, int], dict[str, Result]] = {}
+        self.checked: dict[tuple[Case, int, int], dict[str, Result]] = {}
         self.rows: list[Row] = []
         self.decoding: list[Row] = []
 
@@ -167,23 +167,23 @@ class Run:
     # The chunkwise ops
 
     def chunk_row(self, case: Case, shape: Shape) -> Row:
-        results = {name: dict(result) for name, result in self.chunk_errors(case, shape.D).items()}
+        results = {name: dict(result) for name, result in self.chunk_errors(case, shape.H, shape.D).items()}
         row: Row = {"op": case.label, "shape": str(shape), "results": results}
         if not self.options.check_only:
             self.attempt(results["ours"], "inputs", lambda: self.time_row(row, case, shape))
         return row
 
-    def chunk_errors(self, case: Case, D: int) -> dict[str, Result]:
-        """Of each contender by name; measured once for every D."""
-        if (case, D) not in self.checked:
-            found = measure.chunk_errors(self.contenders, case, D, self.dtype, self.device, self.options.seed)
-            self.checked[case, D] = {
+    def chunk_errors(self, case: Case, H: int, D: int) -> dict[str, Result]:
+        """Of each contender by name; measured once for every H and D."""
+        if (case, H, D) not in self.checked:
+            found = measure.chunk_errors(self.contenders, case, H, D, self.dtype, self.device, self.options.seed)
+            self.checked[case, H, D] = {
                 contender.name: {"check_failed": errors}
                 if isinstance(errors, str)
                 else {"errors": errors, "error": measure.worst(errors)}
                 for contender, errors in zip(self.contenders, found, strict=True)
             }
-        return self.checked[case, D]
+        return self.checked[case, H, D]
 
     def time_row(self, row: Row, case: Case, shape: Shape) -> Result:
         """Add the floor and what is timed of every contender to the row."""

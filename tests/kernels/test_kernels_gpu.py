@@ -64,19 +64,27 @@ def triton(inputs: Inputs, rule: str, decay: str, form: checks.Form = chunk, **o
         torch.use_deterministic_algorithms(False)
 
 
-def assert_within(out: Inputs, ref: Inputs, dtype: torch.dtype, times: float = 1.0) -> None:
+def assert_within(out: Inputs, ref: Inputs, dtype: torch.dtype, **times: float) -> None:
+    """As close as LIMITS, or so many times as far for the results that are named."""
     assert out.keys() == ref.keys()
     broken = {name: "not finite" for name, x in out.items() if not x.isfinite().all()}
     for name in ref.keys() - broken.keys():
-        found, limit = error(out[name], ref[name]), times * LIMITS[dtype][name.startswith("d")]
+        found, limit = error(out[name], ref[name]), times.get(name, 1.0) * LIMITS[dtype][name.startswith("d")]
         if found > limit:
             broken[name] = f"{found:.1e} > {limit:.0e}"
     assert not broken
 
 
-def check(inputs: Inputs, rule: str, decay: str, dtype: torch.dtype, times: float = 1.0, **options: Any) -> None:
+# In bf16: sums over all tokens, in which most cancels.
+SUMS = {"dA_log": 2.0, "ddt_bias": 2.0}
+
+
+def check(
+    inputs: Inputs, rule: str, decay: str, dtype: torch.dtype, times: dict[str, float] | None = None, **options: Any
+) -> None:
     options = {"scale": 0.37, **options}
-    assert_within(triton(inputs, rule, decay, **options), reference(inputs, rule, decay, **options), dtype, times)
+    ref = reference(inputs, rule, decay, **options)
+    assert_within(triton(inputs, rule, decay, **options), ref, dtype, **(times or {}))
 
 
 # What "auto" is, and the other implementations
@@ -138,7 +146,7 @@ def test_widths(rule: str, decay: str, dtype: torch.dtype, K: int, V: int) -> No
 @pytest.mark.parametrize("T", [*range(1, 9), 31, 32, 33, 63, 64, 65, 1334])
 def test_lengths(rule: str, decay: str, T: int) -> None:
     """A few tokens have few write strengths, whose error varies."""
-    check(make(rule, decay, T), rule, decay, BFLOAT16, times=2.0 if T <= 8 else 1.0)
+    check(make(rule, decay, T), rule, decay, BFLOAT16, times={"dbeta": 1.3} if T <= 8 else None)
 
 
 @kinds
@@ -180,10 +188,12 @@ def test_any_gate(rule: str, decay: str, gate: str, dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_norm_gate_and_sigmoid(rule: str, decay: str, dtype: torch.dtype, bias: bool) -> None:
-    """In the kernels, with the gradients of A_log and dt_bias: sums over all tokens, in which most cancels."""
+    """In the kernels, with the gradients of A_log and dt_bias. The gradient of a raw write strength is that of the
+    strength times a factor of at most 1/4, or 1/2 where strengths reach 2."""
     inputs = make_raw(rule, decay, 200, bias, **SIZES)
     options = raw_options(inputs, negative=not bias)
-    check(checks.placed(inputs, DEVICE, dtype), rule, decay, dtype, times=1.0 if dtype == FLOAT32 else 2.0, **options)
+    times = None if dtype == FLOAT32 else {**SUMS, "dbeta": 1.4}
+    check(checks.placed(inputs, DEVICE, dtype), rule, decay, dtype, times, **options)
 
 
 @dtypes
@@ -193,7 +203,8 @@ def test_strong_gates_made_in_the_kernel(decay: str, dtype: torch.dtype) -> None
     inputs = make_inputs("delta", decay, 130, **SIZES, gate="some -1e4")
     inputs["g"] = -inputs["g"]  # softplus(1e4) = 1e4
     inputs["A_log"] = torch.linspace(-1.0, 0.5, 4)
-    check(checks.placed(inputs, DEVICE, dtype), "delta", decay, dtype, use_gate_in_kernel=True)
+    times = None if dtype == FLOAT32 else SUMS
+    check(checks.placed(inputs, DEVICE, dtype), "delta", decay, dtype, times, use_gate_in_kernel=True)
 
 
 @dtypes
@@ -204,7 +215,7 @@ def test_normalizer(decay: str, dtype: torch.dtype) -> None:
     inputs["q"], inputs["k"] = inputs["q"].abs(), inputs["k"].abs()
     z = torch.rand(1, 4, 64, 1, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     inputs["initial_state"] = torch.cat([inputs["initial_state"], z], dim=-1)
-    check(inputs, "additive", decay, dtype, times=2.0, normalize=True)
+    check(inputs, "additive", decay, dtype, {"dq": 1.2}, normalize=True)
 
 
 def test_all_of_it_in_16_bits() -> None:
@@ -296,7 +307,9 @@ def test_many_heads(form: checks.Form, rule: str, decay: str) -> None:
     inputs = make(rule, decay, 2, B=35_000, H=1, HV=2, K=16, V=16)
     out, ref = triton(inputs, rule, decay, form), reference(inputs, rule, decay)
     assert_within(out, ref, BFLOAT16)
-    assert_within(*({name: x[-1] for name, x in results.items()} for results in (out, ref)), BFLOAT16, times=10)
+    assert_within(
+        *({name: x[-1] for name, x in results.items()} for results in (out, ref)), BFLOAT16, **dict.fromkeys(ref, 10.0)
+    )
 
 
 def test_many_elements() -> None:
