@@ -1,8 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gradients of q, k and g under a channel decay: see pair_gradients.py for the equations, pairs.py for near and level.
+"""Gradients of q, k and g under a channel decay: see pair_gradients.py for the equations, pairs.py for across and near.
 
-One program per chunk, value head and some key channels. What it is short of is registers: three accumulators, and a
-dozen tensors to read.
+As there, tokens of the left half meet at its first token and those of the right half, which also meet all earlier ones,
+at theirs. So one operand serves a token in all its products as the later one of a pair, 2^(G_i − G_a) q̂ or k̂, and two
+as the earlier one, 2^(G_a − G_j) k̂, for the two a. dG takes both from the same rounded operands.
+
+One program per chunk, value head and some key channels. Most of its time it waits for memory, and it is short of
+registers.
 """
 
 import triton
@@ -185,15 +189,15 @@ def channel_gradients_kernel(
     # The pairs of later tokens (rows) in one half, and transposed. All are asked for before the first product: each
     # would make the program wait again. What else is read again and again comes from the cache, and takes no registers.
     in_left = left[:, None] & left[None, :]
-    Z_left = load_pairs(Z, Z_near, tile, r, r, r < 0, in_left)
-    Z_right = load_pairs(Z, Z_near, tile, r, r, r < 0, right[:, None] & (r >= 0)[None, :])
-    Z_left_t = load_pairs(Z, Z_near, tile, r, r, left, in_left)
-    Z_right_t = load_pairs(Z, Z_near, tile, r, r, right, right[None, :] & (r >= 0)[:, None])
+    Z_left = load_pairs(Z, Z_near, tile, r < 0, in_left)
+    Z_right = load_pairs(Z, Z_near, tile, r < 0, right[:, None] & (r >= 0)[None, :])
+    Z_left_t = load_pairs(Z, Z_near, tile, left, in_left)
+    Z_right_t = load_pairs(Z, Z_near, tile, right, right[None, :] & (r >= 0)[:, None])
     if DELTA:
-        M_left = load_pairs(M, M_near, tile, r, r, r < 0, in_left)
-        M_right = load_pairs(M, M_near, tile, r, r, r < 0, right[:, None] & (r >= 0)[None, :])
-        M_left_t = load_pairs(M, M_near, tile, r, r, left, in_left)
-        M_right_t = load_pairs(M, M_near, tile, r, r, right, right[None, :] & (r >= 0)[:, None])
+        M_left = load_pairs(M, M_near, tile, r < 0, in_left)
+        M_right = load_pairs(M, M_near, tile, r < 0, right[:, None] & (r >= 0)[None, :])
+        M_left_t = load_pairs(M, M_near, tile, left, in_left)
+        M_right_t = load_pairs(M, M_near, tile, right, right[None, :] & (r >= 0)[:, None])
 
     # As later tokens: with the state that enters, then with earlier tokens. 2^(G_i) is applied in two steps: up to the
     # first token of the half, and `down` from there.
@@ -259,11 +263,11 @@ def channel_gradients_kernel(
         later = (half & 1) == 1
         asking = tl.where(later | (tl.load(drop + r) <= LIMIT), -1, half + 1)
         chosen = (asking[:, None] == half[None, :]) | (half[:, None] == asking[None, :])
-        b_Z = load_pairs(Z, Z_near, tile, r, r, half & 1 == 0, same)
+        b_Z = load_pairs(Z, Z_near, tile, half & 1 == 0, same)
         b_Z = tl.where(chosen, b_Z, tl.zeros((C, C), OPERAND))
         b_M = b_Z
         if DELTA:
-            b_M = load_pairs(M, M_near, tile, r, r, half & 1 == 0, same)
+            b_M = load_pairs(M, M_near, tile, half & 1 == 0, same)
             b_M = tl.where(chosen, b_M, tl.zeros((C, C), OPERAND))
         anchors = (((half >> 1) << 1) << level) + (1 << level) - 1
         anchor = load_rows(G, HV * K, anchors, c, anchors < length, K, KP)

@@ -71,9 +71,9 @@ def contiguous(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _prepared(p: Plan) -> dict[str, Tensor]:
-    """Memory for what a channel decay's state products need, in the order of prepare_kernel's arguments."""
-    return {
+def _prepare(p: Plan, launch: Launcher, inputs: Sequence[Tensor | None], chunks: Tensor | None) -> dict[str, Tensor]:
+    """What a channel decay's state products need, from q, k, g, A_log, dt_bias: see kernels.gpu.prepare."""
+    made = {  # in the order of the kernel's arguments
         "G": p.empty(p.B, p.T, p.HV, p.K, dtype=p.wide),
         "q_in": p.empty(p.tiles, p.C, p.KP),
         "k_in": p.empty(p.tiles if p.delta else 0, p.C, p.KP),
@@ -81,11 +81,6 @@ def _prepared(p: Plan) -> dict[str, Tensor]:
         "total": p.floats(p.tiles, p.KP),
         "norms": p.norms(),
     }
-
-
-def _prepare(p: Plan, launch: Launcher, inputs: Sequence[Tensor | None], chunks: Tensor | None) -> dict[str, Tensor]:
-    """Launch prepare_kernel for q, k, g, A_log, dt_bias."""
-    made = _prepared(p)
     launch(prepare_kernel, (p.tiles * p.slices["prepare"],), (*inputs, *made.values(), chunks, *p.sizes), p.prepare)
     return made
 

@@ -55,12 +55,13 @@ def store_pairs(X, X_near, tile, x):
 
 
 @triton.jit
-def load_pairs(X, X_near, tile, rows, columns, mirrored, chosen):
-    """The chosen elements of what `store_pairs` stored, [rows, columns], of rows `mirrored` in their half."""
-    C: tl.constexpr = columns.shape[0]
+def load_pairs(X, X_near, tile, mirrored, chosen):
+    """The chosen elements of what `store_pairs` stored, of rows `mirrored` in their half."""
+    C: tl.constexpr = chosen.shape[0]
     HALF: tl.constexpr = C // 2
-    at = X + tile * C * C + rows[:, None] * C + columns[None, :]
-    at_near = X_near + tile * C * HALF + rows[:, None] * HALF + (columns % HALF)[None, :]
+    r = tl.arange(0, C)
+    at = X + tile * C * C + r[:, None] * C + r[None, :]
+    at_near = X_near + tile * C * HALF + r[:, None] * HALF + (r % HALF)[None, :]
     return tl.load(tl.where(mirrored[:, None], at_near, at), mask=chosen, other=0.0)
 
 

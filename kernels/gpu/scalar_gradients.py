@@ -44,15 +44,13 @@ def value_rows(
     V: tl.constexpr,
     VP: tl.constexpr,
     DELTA: tl.constexpr,
-    L2NORM: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """dO, dV (where it is needed) and E of a chunk, for the value channels vc."""
+    """dO, dV (of the delta rule) and E of a chunk, for the value channels vc."""
     b_do = load_rows(d_o + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
     b_dv = b_do
-    if DELTA or L2NORM:
-        b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
     if DELTA:
+        b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
         b_E = tl.load(E + tile * live.shape[0] * VP + r[:, None] * VP + vc[None, :])
     else:
         b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
@@ -119,32 +117,33 @@ def scalar_gradients_kernel(
     # The pairs' gradients.
     z = tl.zeros((C, C), tl.float32)
     m = tl.zeros((C, C), tl.float32)
-    o_dot = tl.zeros((C,), tl.float32)
-    v_dot = tl.zeros((C,), tl.float32)
     error_dot = tl.zeros((C,), tl.float32)
     inverse = tl.full((C,), 1.0, tl.float32)
     if DELTA:
         raw_beta = tl.load(beta + (first + r) * HV + head, mask=live, other=0.0).to(tl.float32)
         b_beta = floored(write_strength(raw_beta, SIGMOID))
         inverse = 1.0 / b_beta
-    # All value channels at once are read once, for all of the products.
-    b_do, b_dv, b_E = value_rows(
-        v, d_o, d_v, E, rows, r, tl.arange(0, BV), live, tile, HV, V, VP, DELTA, L2NORM, OPERAND
-    )
+    if BV == VP:  # read once, for all of the products
+        vc = tl.arange(0, BV)
+        b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, OPERAND)
     for start in tl.range(0, VP, BV):
-        vc = start + tl.arange(0, BV)
         if BV < VP:
-            b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, L2NORM, OPERAND)
-        if L2NORM:
-            b_o = load_rows(o + rows, HV * V, r, vc, live, V, VP).to(tl.float32)
-            b_v = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(tl.float32)
-            o_dot += tl.sum(b_o * b_do.to(tl.float32), 1)
-            v_dot += tl.sum(b_v * b_dv.to(tl.float32), 1)
+            vc = start + tl.arange(0, BV)
+            b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, OPERAND)
         if DELTA:
             error_dot += tl.sum((b_dv * inverse[:, None]) * (b_E * inverse[:, None]), 1)
             m = tl.dot(b_dv, tl.trans(b_E), acc=m, input_precision=PRECISION)
         z = tl.dot(b_do, tl.trans(b_E), acc=z, input_precision=PRECISION)
 
+    o_dot = tl.zeros((C,), tl.float32)
+    v_dot = tl.zeros((C,), tl.float32)
+    if L2NORM:
+        for start in tl.range(0, VP, 64):
+            few = start + tl.arange(0, 64)  # at a time: in float32 they take registers
+            b_o = load_rows(o + rows, HV * V, r, few, live, V, VP).to(tl.float32)
+            o_dot += tl.sum(b_o * load_rows(d_o + rows, HV * V, r, few, live, V, VP).to(tl.float32), 1)
+            b_v = load_rows(v + rows, HV * V, r, few, live, V, VP).to(tl.float32)
+            v_dot += tl.sum(b_v * load_rows(d_v + rows, HV * V, r, few, live, V, VP).to(tl.float32), 1)
     norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
     reading = norm_q * scale
     entering = norm_k
@@ -182,7 +181,7 @@ def scalar_gradients_kernel(
     for start in tl.range(0, VP, BV):
         if BV < VP:
             vc = start + tl.arange(0, BV)
-            b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, L2NORM, OPERAND)
+            b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, OPERAND)
         if DELTA:
             m_t = tl.dot(b_E, tl.trans(b_dv), acc=m_t, input_precision=PRECISION)
         z_t = tl.dot(b_E, tl.trans(b_do), acc=z_t, input_precision=PRECISION)
@@ -200,7 +199,13 @@ def scalar_gradients_kernel(
         tl.store(d_beta + (first + r) * HV + head, d_raw.to(d_beta.dtype.element_ty), mask=r < length)
         v_dot = 2.0 * b_beta * error_dot - v_dot
 
-    d_end = tl.zeros((BK, BK), tl.float32)
+    # Σ S ⊙ dS as the trace of a product: so bf16 operands are never looked at outside of the tensor core, which sums
+    # their products in float32, too. Float32 operands would be split in three.
+    BY_TRACE: tl.constexpr = tl.float32 != OPERAND
+    if BY_TRACE:
+        d_end = tl.zeros((BK, BK), tl.float32)
+    else:
+        d_end = tl.zeros((BV,), tl.float32)
     written_sum = tl.zeros((C,), tl.float32)
     for column in tl.range(0, KP, BK, num_stages=STAGES if BV == VP else 1):
         c = column + tl.arange(0, BK)
@@ -213,14 +218,16 @@ def scalar_gradients_kernel(
             b_S = tl.load(S + at_state)
             b_dS = tl.load(dS + at_state)
             if BV < VP:
-                b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, L2NORM, OPERAND)
+                b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, OPERAND)
             b_dq = tl.dot(b_do, b_S, acc=b_dq, input_precision=PRECISION)
             if DELTA:
                 b_error = tl.dot(b_dv, b_S, acc=b_error, input_precision=PRECISION)
             b_dk = tl.dot(b_E, b_dS, acc=b_dk, input_precision=PRECISION)
             if GATED:
-                # Its trace is Σ S ⊙ dS, without a look at either outside of the tensor core.
-                d_end = tl.dot(tl.trans(b_S), b_dS, acc=d_end, input_precision=PRECISION)
+                if BY_TRACE:
+                    d_end = tl.dot(tl.trans(b_S), b_dS, acc=d_end)
+                else:
+                    d_end += tl.sum(b_S * b_dS, 1)
         b_q = load_rows(q, H * K, r, c, live, K, KP)
         b_k = load_rows(k, H * K, r, c, live, K, KP)
         b_dq *= reading[:, None]
@@ -243,8 +250,12 @@ def scalar_gradients_kernel(
         store_rows(d_q + (first * HV + head) * K, HV * K, r, c, live, b_dq, K, KP)
         store_rows(d_k + (first * HV + head) * K, HV * K, r, c, live, b_dk, K, KP)
     if GATED:
+        if BY_TRACE:
+            d_end = trace(d_end)
+        else:
+            d_end = tl.sum(d_end, 0)
         b_dg = tl.cumsum(b_dG, 0, reverse=True)
-        b_dg += trace(d_end) * exp2(end.to(tl.float32)) + tl.sum(written_sum, 0)
+        b_dg += d_end * exp2(end.to(tl.float32)) + tl.sum(written_sum, 0)
         if GATE:
             raw = tl.load(g + (first + r) * HV + head, mask=r < length, other=0.0).to(tl.float32)
             bias = 0.0

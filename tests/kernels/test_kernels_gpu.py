@@ -265,6 +265,24 @@ def test_strides_do_not_matter(rule: str, decay: str) -> None:
 
 
 @kinds
+def test_alignment_does_not_matter(rule: str, decay: str) -> None:
+    """Contiguous inputs that begin between multiples of 16 bytes, after some of the same shapes that do not."""
+
+    def moved(x: Tensor) -> Tensor:
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+    inputs = make(rule, decay, 100)
+    gradients = checks.weights(inputs)
+    unaligned = {name: moved(x) for name, x in inputs.items()}
+    for form in (chunk, fused_recurrent):
+        first, other, again = (
+            checks.results(form, x, *gradients, rule=rule, decay=decay) for x in (inputs, unaligned, inputs)
+        )
+        assert_within(other, first, BFLOAT16)  # sums are taken in another order
+        checks.assert_same(again, first)
+
+
+@kinds
 def test_backward_twice(rule: str, decay: str) -> None:
     checks.assert_backward_twice(chunk, make(rule, decay, 100), rule=rule, decay=decay)
 
