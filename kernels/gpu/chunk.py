@@ -222,7 +222,7 @@ def _backward(
         # The gradient of a float32 gate is written over the cumulative gate.
         d_g = G if p.channel and g is not None and G.dtype == g.dtype else _like(g)
         partial = 0 if A_log is None else p.tiles * p.KP if p.channel else p.tiles
-        d_rate, d_bias = p.floats(partial), p.floats(partial)
+        d_rate, d_bias = sums = p.floats(2, partial)
         results = (d_q, d_k, d_g, d_rate, d_bias) if p.channel else (d_q, d_k, d_g, d_beta, d_rate, d_bias)
         if p.channel:
             arguments = (q, k, g, A_log, dt_bias, G, rest[0], v, d_o, d_v, E, S, dS, norms, *pairs, *results, chunks)
@@ -235,9 +235,10 @@ def _backward(
         d_q, d_k = (x.unflatten(2, (p.H, -1)).sum(3).to(q.dtype) for x in (d_q, d_k))
     d_A_log = d_dt_bias = None
     if A_log is not None:
-        d_A_log = d_rate.view(p.chunks, p.HV, -1).sum((0, 2)).to(A_log.dtype)
-    if dt_bias is not None:
-        d_dt_bias = d_bias.view(p.chunks, p.HV, -1).sum(0)[:, : p.K].reshape(-1).to(dt_bias.dtype)
+        by_rate, by_bias = sums.view(2, p.chunks, p.HV, -1).sum(1)
+        d_A_log = by_rate.sum(1).to(A_log.dtype)
+        if dt_bias is not None:
+            d_dt_bias = by_bias[:, : p.K].reshape(-1).to(dt_bias.dtype)
     return [d_q, d_k, d_v.to(v.dtype), d_g, d_beta, d_A_log, d_dt_bias, d_initial]
 
 
