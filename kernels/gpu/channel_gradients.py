@@ -119,6 +119,32 @@ def earlier_keys(
     return decayed(load_rows(k, H * K, r, c, live, K, KP), power, OPERAND), power
 
 
+@triton.jit
+def leaving_rows(
+    v,
+    E,
+    dS,
+    rows,
+    tile,
+    r,
+    vc,
+    c,
+    live,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    KP: tl.constexpr,
+    DELTA: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """E of a chunk and the gradient of the state that leaves it, for the value channels vc."""
+    if DELTA:
+        b_E = tl.load(E + tile * r.shape[0] * VP + r[:, None] * VP + vc[None, :])
+    else:
+        b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+    return b_E, tl.load(dS + tile * VP * KP + vc[:, None] * KP + c[None, :])
+
+
 @triton.jit(do_not_specialize=SIZES)
 def channel_gradients_kernel(
     q,  # [B, T, H, K]
@@ -242,6 +268,9 @@ def channel_gradients_kernel(
         b_dk = settled(b_dk * down)
     b_dG = settled(b_dG)
 
+    if BV == VP:  # asked for now, needed at the end
+        b_E, b_dS = leaving_rows(v, E, dS, rows, tile, r, tl.arange(0, BV), c, live, HV, V, VP, KP, DELTA, OPERAND)
+
     # As earlier tokens: with later ones of the left half, of the right half, and with the state that leaves.
     written = tl.dot(Z_left_t, q_down, input_precision=PRECISION)
     if DELTA:
@@ -275,27 +304,29 @@ def channel_gradients_kernel(
             b_dq, b_dk, b_dG, b_Z, b_M, q, k, G, anchor, later, r, c, live, H, HV, K, KP, DELTA, OPERAND, PRECISION
         )
 
-    b_write = tl.zeros((C, BK), tl.float32)
-    for start in tl.range(0, VP, BV, num_stages=STAGES):
-        vc = start + tl.arange(0, BV)
-        b_dS = tl.load(dS + tile * VP * KP + vc[:, None] * KP + c[None, :])
-        if DELTA:
-            b_E = tl.load(E + tile * C * VP + r[:, None] * VP + vc[None, :])
-        else:
-            b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
-        b_write = tl.dot(b_E, b_dS, acc=b_write, input_precision=PRECISION)
+    # What the rest needs, again asked for at once.
+    b_q = load_rows(q, H * K, r, c, live, K, KP)
+    b_k = load_rows(k, H * K, r, c, live, K, KP)
     b_G = load_rows(G, HV * K, r, c, live, K, KP)
+    if BV == VP:
+        b_write = tl.dot(b_E, b_dS, input_precision=PRECISION)
+    else:
+        b_write = tl.zeros((C, BK), tl.float32)
+        for start in tl.range(0, VP, BV, num_stages=STAGES):
+            vc = start + tl.arange(0, BV)
+            b_E, b_dS = leaving_rows(v, E, dS, rows, tile, r, vc, c, live, HV, V, VP, KP, DELTA, OPERAND)
+            b_write = tl.dot(b_E, b_dS, acc=b_write, input_precision=PRECISION)
     end = load_row(G, HV * K, length - 1, c, length, K)
     b_write *= exp2(tl.minimum((end[None, :] - b_G).to(tl.float32), 0.0)) * norm_k[:, None]
     b_dk += b_write
     # The last token's write crosses no gate of this chunk: left out, for it would be far larger than what does.
-    b_write *= load_rows(k, H * K, r, c, live & (r != length - 1), K, KP)
+    b_write *= tl.where((r != length - 1)[:, None], b_k, 0.0)
     b_dG -= b_write
     d_end = d_end * exp2(end.to(tl.float32)) + tl.sum(b_write, 0)
 
     b_diagonal = tl.load(diagonal + tile * C + r)[:, None]
-    b_q = load_rows(q, H * K, r, c, live, K, KP).to(tl.float32)
-    b_k = load_rows(k, H * K, r, c, live, K, KP).to(tl.float32)
+    b_q = b_q.to(tl.float32)
+    b_k = b_k.to(tl.float32)
     b_dq += b_diagonal * b_k
     b_dk += b_diagonal * b_q
     if L2NORM:
