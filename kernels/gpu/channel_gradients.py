@@ -316,7 +316,7 @@ def channel_gradients_kernel(
             vc = start + tl.arange(0, BV)
             b_E, b_dS = leaving_rows(v, E, dS, rows, tile, r, vc, c, live, HV, V, VP, KP, DELTA, OPERAND)
             b_write = tl.dot(b_E, b_dS, acc=b_write, input_precision=PRECISION)
-    end = load_row(G, HV * K, length - 1, c, length, K)
+    end = load_row(G, HV * K, tl.maximum(length - 1, 0), c, length, K)
     b_write *= exp2(tl.minimum((end[None, :] - b_G).to(tl.float32), 0.0)) * norm_k[:, None]
     b_dk += b_write
     # The last token's write crosses no gate of this chunk: left out, for it would be far larger than what does.

@@ -139,9 +139,9 @@ def load_norms(norms, tile, C: tl.constexpr, L2NORM: tl.constexpr):
 
 @triton.jit
 def load_row(base, stride, row, columns, length, WIDTH: tl.constexpr):
-    """One row of what `load_rows` reads, zero if there is none of that number."""
-    mask = (columns < WIDTH) & (row >= 0) & (row < length)
-    return tl.load(base + row * stride + columns, mask=mask, other=0.0)
+    """One row of what `load_rows` reads, zero from `length` on."""
+    there = tl.zeros_like(columns) + row < length  # a block: Triton 3.9's interpreter takes no scalar into a mask
+    return tl.load(base + row * stride + columns, mask=(columns < WIDTH) & there, other=0.0)
 
 
 @triton.jit
