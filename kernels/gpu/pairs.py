@@ -18,7 +18,7 @@ Without a channel decay 2^(G_i − G_j) multiplies a plain product. With one, it
 Which way a pair goes, and all that enters it, is known at its later token i: no rounding depends on the future.
 
 The inverse doubles blocks: X ← X − X L X, L what lies between the two halves of each block. One program per chunk and
-value head; q, k, G are read (again for each way, from the cache), P and W written.
+value head; q, k, G are read once (and for each level again, from the cache), P and W written.
 """
 
 import triton
