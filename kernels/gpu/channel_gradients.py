@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gradients of q, k and g under a channel decay: see pair_gradients.py for the equations, pairs.py for across and near.
+"""Gradients of q, k and g under a channel decay: equations in pair_gradients.py, near and by level in pairs.py.
 
-As there, tokens of the left half meet at its first token and those of the right half, which also meet all earlier ones,
-at theirs. So one operand serves a token in all its products as the later one of a pair, 2^(G_i − G_a) q̂ or k̂, and two
-as the earlier one, 2^(G_a − G_j) k̂, for the two a. dG takes both from the same rounded operands.
+Tokens meet those of their half of the chunk at its first token a. So one operand serves a token in all its products as
+the later one of a pair, 2^(G_i − G_a) q̂ or k̂, and one as the earlier one, 2^(G_a − G_j) k̂. For a pair across the
+halves the two lack what the gate falls by over the left half: sums here are over tokens, so that it multiplies them.
+Tokens that are not near meet all later ones by level. dG takes both sides of a pair from the same rounded operands.
 
 One program per chunk, value head and some key channels. Most of its time it waits for memory, and it is short of
 registers.
@@ -91,60 +92,6 @@ def settled(x):
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
 
 
-@triton.jit
-def earlier_keys(
-    k,
-    G,
-    drop,
-    right: tl.constexpr,
-    r,
-    c,
-    live,
-    length,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    OPERAND: tl.constexpr,
-):
-    """Keys as the later tokens of the left or right half meet them, and the powers that make them so."""
-    HALF: tl.constexpr = r.shape[0] // 2
-    anchor = load_row(G, HV * K, HALF if right else 0, c, length, K)
-    power = earlier_power(anchor[None, :], load_rows(G, HV * K, r, c, live, K, KP), LIMIT, SHIFT)
-    # A token of the same half that is not near meets no other by this way.
-    there = (tl.load(drop + r) <= LIMIT) | ((r >= HALF) != right)
-    power = tl.where(there[:, None], power, 0.0)
-    return decayed(load_rows(k, H * K, r, c, live, K, KP), power, OPERAND), power
-
-
-@triton.jit
-def leaving_rows(
-    v,
-    E,
-    dS,
-    rows,
-    tile,
-    r,
-    vc,
-    c,
-    live,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    KP: tl.constexpr,
-    DELTA: tl.constexpr,
-    OPERAND: tl.constexpr,
-):
-    """E of a chunk and the gradient of the state that leaves it, for the value channels vc."""
-    if DELTA:
-        b_E = tl.load(E + tile * r.shape[0] * VP + r[:, None] * VP + vc[None, :])
-    else:
-        b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
-    return b_E, tl.load(dS + tile * VP * KP + vc[:, None] * KP + c[None, :])
-
-
 @triton.jit(do_not_specialize=SIZES)
 def channel_gradients_kernel(
     q,  # [B, T, H, K]
@@ -209,24 +156,27 @@ def channel_gradients_kernel(
     drop += tile * C
     rows = (first * HV + head) * V
     HALF: tl.constexpr = C // 2
-    right = r >= HALF
     left = r < HALF
+    right = r >= HALF
 
-    # The pairs of later tokens (rows) in one half, and transposed. All are asked for before the first product: each
-    # would make the program wait again. What else is read again and again comes from the cache, and takes no registers.
-    in_left = left[:, None] & left[None, :]
-    Z_left = load_pairs(Z, Z_near, tile, r < 0, in_left)
-    Z_right = load_pairs(Z, Z_near, tile, r < 0, right[:, None] & (r >= 0)[None, :])
-    Z_left_t = load_pairs(Z, Z_near, tile, left, in_left)
-    Z_right_t = load_pairs(Z, Z_near, tile, right, right[None, :] & (r >= 0)[:, None])
+    # Pairs as rows of later tokens, and transposed (_t): across the halves, and in the same. All are asked for before
+    # the first product, for each would make the program wait again. What else is read more than once comes from the
+    # cache, and takes no registers meanwhile.
+    across = right[:, None] & left[None, :]
+    across_t = left[:, None] & right[None, :]
+    same = right[:, None] == right[None, :]
+    Z_across = load_pairs(Z, Z_near, tile, r < 0, across)
+    Z_same = load_pairs(Z, Z_near, tile, r < 0, same)
+    Z_across_t = load_pairs(Z, Z_near, tile, r < 0, across_t)
+    Z_same_t = load_pairs(Z, Z_near, tile, r >= 0, same)
     if DELTA:
-        M_left = load_pairs(M, M_near, tile, r < 0, in_left)
-        M_right = load_pairs(M, M_near, tile, r < 0, right[:, None] & (r >= 0)[None, :])
-        M_left_t = load_pairs(M, M_near, tile, left, in_left)
-        M_right_t = load_pairs(M, M_near, tile, right, right[None, :] & (r >= 0)[:, None])
+        M_across = load_pairs(M, M_near, tile, r < 0, across)
+        M_same = load_pairs(M, M_near, tile, r < 0, same)
+        M_across_t = load_pairs(M, M_near, tile, r < 0, across_t)
+        M_same_t = load_pairs(M, M_near, tile, r >= 0, same)
 
-    # As later tokens: with the state that enters, then with earlier tokens. 2^(G_i) is applied in two steps: up to the
-    # first token of the half, and `down` from there.
+    # As later tokens: with the state that enters, earlier tokens of the other half, and of the same. What reaches a
+    # token falls to the first token of the left half, over that half, and `down` from the first token of its own.
     b_dq = tl.zeros((C, BK), tl.float32)
     b_dk = tl.zeros((C, BK), tl.float32)
     d_end = tl.zeros((BK,), tl.float32)
@@ -243,61 +193,54 @@ def channel_gradients_kernel(
     norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
     to_left = load_row(G, HV * K, 0, c, length, K)[None, :]
     to_right = load_row(G, HV * K, HALF, c, length, K)[None, :]
-    entering = tl.where(right[:, None], exp2(to_right.to(tl.float32) - SHIFT), exp2(to_left.to(tl.float32) - SHIFT))
+    entering = exp2(to_left.to(tl.float32) - SHIFT)
     b_dq *= entering * (norm_q * scale)[:, None]
     b_dk *= entering * -norm_k[:, None]
-    k_left, _ = earlier_keys(k, G, drop, False, r, c, live, length, H, HV, K, KP, LIMIT, SHIFT, OPERAND)
-    b_dq = tl.dot(Z_left, k_left, acc=b_dq, input_precision=PRECISION)
+    anchor = tl.where(right[:, None], to_right, to_left)
+    up = earlier_power(anchor, load_rows(G, HV * K, r, c, live, K, KP), LIMIT, SHIFT)
+    up = tl.where((tl.load(drop + r) <= LIMIT)[:, None], up, 0.0)
+    k_up = decayed(load_rows(k, H * K, r, c, live, K, KP), up, OPERAND)
+    b_dq = tl.dot(Z_across, k_up, acc=b_dq, input_precision=PRECISION)
     if DELTA:
-        b_dk = tl.dot(M_left, k_left, acc=b_dk, input_precision=PRECISION)
-    k_right, _ = earlier_keys(k, G, drop, True, r, c, live, length, H, HV, K, KP, LIMIT, SHIFT, OPERAND)
-    b_dq = tl.dot(Z_right, k_right, acc=b_dq, input_precision=PRECISION)
+        b_dk = tl.dot(M_across, k_up, acc=b_dk, input_precision=PRECISION)
+    # The root of the fall over the left half, applied twice: the fall itself may be less than the smallest number.
+    root = exp2((to_right - to_left).to(tl.float32) * 0.5)
+    over = tl.where(right[:, None], root, 1.0)
+    b_dq = tl.dot(Z_same, k_up, acc=b_dq * over * over, input_precision=PRECISION)
     if DELTA:
-        b_dk = tl.dot(M_right, k_right, acc=b_dk, input_precision=PRECISION)
-    to_left = load_row(G, HV * K, 0, c, length, K)[None, :]
-    to_right = load_row(G, HV * K, HALF, c, length, K)[None, :]
-    b_G = load_rows(G, HV * K, r, c, live, K, KP)
-    down = later_power((b_G - tl.where(right[:, None], to_right, to_left)).to(tl.float32), SHIFT)
+        b_dk = tl.dot(M_same, k_up, acc=b_dk * over * over, input_precision=PRECISION)
+    down = later_power((load_rows(G, HV * K, r, c, live, K, KP) - anchor).to(tl.float32), SHIFT)
     q_down = decayed(load_rows(q, H * K, r, c, live, K, KP), down, OPERAND)
     b_dG = q_down * b_dq
     b_dq = settled(b_dq * down)
-    k_down = q_down
     if DELTA:
         k_down = decayed(load_rows(k, H * K, r, c, live, K, KP), down, OPERAND)
         b_dG += k_down * b_dk
         b_dk = settled(b_dk * down)
     b_dG = settled(b_dG)
 
-    if BV == VP:  # asked for now, needed at the end
-        b_E, b_dS = leaving_rows(v, E, dS, rows, tile, r, tl.arange(0, BV), c, live, HV, V, VP, KP, DELTA, OPERAND)
-
-    # As earlier tokens: with later ones of the left half, of the right half, and with the state that leaves.
-    written = tl.dot(Z_left_t, q_down, input_precision=PRECISION)
+    # As earlier tokens: with later ones of the other half and of the same.
+    written = tl.dot(Z_across_t, q_down, input_precision=PRECISION)
     if DELTA:
-        written = tl.dot(M_left_t, k_down, acc=written, input_precision=PRECISION)
-    k_left, power = earlier_keys(k, G, drop, False, r, c, live, length, H, HV, K, KP, LIMIT, SHIFT, OPERAND)
-    b_dG = settled(b_dG - k_left * written)
-    b_dk = settled(b_dk + power * written)
-    written = tl.dot(Z_right_t, q_down, input_precision=PRECISION)
+        written = tl.dot(M_across_t, k_down, acc=written, input_precision=PRECISION)
+    written = tl.dot(Z_same_t, q_down, acc=written * root * root, input_precision=PRECISION)
     if DELTA:
-        written = tl.dot(M_right_t, k_down, acc=written, input_precision=PRECISION)
-    k_right, power = earlier_keys(k, G, drop, True, r, c, live, length, H, HV, K, KP, LIMIT, SHIFT, OPERAND)
-    b_dG = settled(b_dG - k_right * written)
-    b_dk = settled(b_dk + power * written)
+        written = tl.dot(M_same_t, k_down, acc=written, input_precision=PRECISION)
+    b_dG = settled(b_dG - k_up * written)
+    b_dk = settled(b_dk + up * written)
 
-    # Pairs in one half whose earlier token is not near, by smaller blocks.
-    same = right[:, None] == right[None, :]
-    for level in tl.range(tl.where(tl.max(tl.load(drop + r), 0) > LIMIT, 0, LEVELS - 1), LEVELS - 1):
+    # Pairs whose earlier token is not near, level by level.
+    for level in tl.range(tl.where(tl.max(tl.load(drop + r), 0) > LIMIT, 0, LEVELS), LEVELS):
         half = r >> level
+        everywhere = tl.full((C, C), True, tl.int1)
         later = (half & 1) == 1
         asking = tl.where(later | (tl.load(drop + r) <= LIMIT), -1, half + 1)
         chosen = (asking[:, None] == half[None, :]) | (half[:, None] == asking[None, :])
-        b_Z = load_pairs(Z, Z_near, tile, half & 1 == 0, same)
-        b_Z = tl.where(chosen, b_Z, tl.zeros((C, C), OPERAND))
+        mirrored = (half & 1 == 0) & (level < LEVELS - 1)
+        b_Z = tl.where(chosen, load_pairs(Z, Z_near, tile, mirrored, everywhere), 0.0).to(OPERAND)
         b_M = b_Z
         if DELTA:
-            b_M = load_pairs(M, M_near, tile, half & 1 == 0, same)
-            b_M = tl.where(chosen, b_M, tl.zeros((C, C), OPERAND))
+            b_M = tl.where(chosen, load_pairs(M, M_near, tile, mirrored, everywhere), 0.0).to(OPERAND)
         anchors = (((half >> 1) << 1) << level) + (1 << level) - 1
         anchor = load_rows(G, HV * K, anchors, c, anchors < length, K, KP)
         b_dq, b_dk, b_dG = add_level(
@@ -308,14 +251,21 @@ def channel_gradients_kernel(
     b_q = load_rows(q, H * K, r, c, live, K, KP)
     b_k = load_rows(k, H * K, r, c, live, K, KP)
     b_G = load_rows(G, HV * K, r, c, live, K, KP)
-    if BV == VP:
-        b_write = tl.dot(b_E, b_dS, input_precision=PRECISION)
-    else:
-        b_write = tl.zeros((C, BK), tl.float32)
-        for start in tl.range(0, VP, BV, num_stages=STAGES):
-            vc = start + tl.arange(0, BV)
-            b_E, b_dS = leaving_rows(v, E, dS, rows, tile, r, vc, c, live, HV, V, VP, KP, DELTA, OPERAND)
-            b_write = tl.dot(b_E, b_dS, acc=b_write, input_precision=PRECISION)
+    b_diagonal = tl.load(diagonal + tile * C + r)
+    if L2NORM:
+        dot_q = tl.load(dots + tile * 2 * C + r)
+        dot_k = tl.load(dots + (tile * 2 + 1) * C + r)
+    if GATE:
+        raw = load_rows(g + (first * HV + head) * K, HV * K, r, c, live, K, KP)
+    b_write = tl.zeros((C, BK), tl.float32)
+    for start in tl.range(0, VP, BV, num_stages=STAGES):
+        vc = start + tl.arange(0, BV)
+        if DELTA:
+            b_E = tl.load(E + tile * C * VP + r[:, None] * VP + vc[None, :])
+        else:
+            b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
+        b_dS = tl.load(dS + tile * VP * KP + vc[:, None] * KP + c[None, :])
+        b_write = tl.dot(b_E, b_dS, acc=b_write, input_precision=PRECISION)
     end = load_row(G, HV * K, tl.maximum(length - 1, 0), c, length, K)
     b_write *= exp2(tl.minimum((end[None, :] - b_G).to(tl.float32), 0.0)) * norm_k[:, None]
     b_dk += b_write
@@ -324,19 +274,19 @@ def channel_gradients_kernel(
     b_dG -= b_write
     d_end = d_end * exp2(end.to(tl.float32)) + tl.sum(b_write, 0)
 
-    b_diagonal = tl.load(diagonal + tile * C + r)[:, None]
+    b_diagonal = b_diagonal[:, None]
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)
     b_dq += b_diagonal * b_k
     b_dk += b_diagonal * b_q
     if L2NORM:
-        b_dq -= b_q * (norm_q * norm_q * tl.load(dots + tile * 2 * C + r))[:, None]
-        b_dk -= b_k * (norm_k * norm_k * tl.load(dots + (tile * 2 + 1) * C + r))[:, None]
+        b_dq -= b_q * (norm_q * norm_q * dot_q)[:, None]
+        b_dk -= b_k * (norm_k * norm_k * dot_k)[:, None]
     store_rows(d_q + (first * HV + head) * K, HV * K, r, c, live, b_dq, K, KP)
     store_rows(d_k + (first * HV + head) * K, HV * K, r, c, live, b_dk, K, KP)
     b_dg = sums_to_end(b_dG, OPERAND, PRECISION) + d_end[None, :]
     if GATE:
-        raw = load_rows(g + (first * HV + head) * K, HV * K, r, c, live, K, KP).to(tl.float32)
+        raw = raw.to(tl.float32)
         if BIAS:
             raw += tl.load(dt_bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
         rate = tl.exp(tl.load(A_log + head).to(tl.float32))

@@ -71,22 +71,27 @@ def contiguous(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _prepare(p: Plan, launch: Launcher, inputs: Sequence[Tensor | None], chunks: Tensor | None) -> dict[str, Tensor]:
-    """What a channel decay's state products need, from q, k, g, A_log, dt_bias: see kernels.gpu.prepare."""
+def _prepare(
+    p: Plan, launch: Launcher, inputs: Sequence[Tensor | None], norms: Tensor, chunks: Tensor | None, known: bool
+) -> dict[str, Tensor]:
+    """What a channel decay's state products need, from q, k, g, A_log, dt_bias: see kernels.gpu.prepare.
+
+    The norms are written too, unless `known`.
+    """
     made = {  # in the order of the kernel's arguments
         "G": p.empty(p.B, p.T, p.HV, p.K, dtype=p.wide),
         "q_in": p.empty(p.tiles, p.C, p.KP),
         "k_in": p.empty(p.tiles if p.delta else 0, p.C, p.KP),
         "k_out": p.empty(p.tiles, p.C, p.KP),
         "total": p.floats(p.tiles, p.KP),
-        "norms": p.norms(),
     }
-    launch(prepare_kernel, (p.tiles * p.slices["prepare"],), (*inputs, *made.values(), chunks, *p.sizes), p.prepare)
+    arguments = (*inputs, *made.values(), norms, chunks, *p.sizes)
+    launch(prepare_kernel, (p.tiles * p.slices["prepare"],), arguments, p.prepare | {"KNOWN": known})
     return made
 
 
 def _kept(p: Plan, keep: bool) -> list[Tensor]:
-    """Memory for what the backward needs: S, E, W, P, then `drop` for a channel decay, else G and norms.
+    """Memory for what the backward needs: S, E, W, P, then norms, and `drop` for a channel decay, else G.
 
     W and P are needed in any case.
     """
@@ -97,9 +102,7 @@ def _kept(p: Plan, keep: bool) -> list[Tensor]:
         p.empty(delta, p.C, p.C),
         p.empty(p.tiles, p.C, p.C),
     ]
-    if p.channel:
-        return [*kept, p.floats(p.tiles, p.C)]
-    return [*kept, p.empty(p.tiles, p.C, dtype=p.wide), p.norms()]
+    return [*kept, p.norms(), p.floats(p.tiles, p.C) if p.channel else p.empty(p.tiles, p.C, dtype=p.wide)]
 
 
 def _results(p: Plan, v: Tensor, float32_output: bool) -> list[Tensor]:
@@ -130,19 +133,15 @@ def _forward(
     )
     p = plan_for(q, k, v, g, A_log, dt_bias, cu_seqlens, scale, rule, decay, l2norm, sigmoid)
     o, state = _results(p, v, float32_output)
-    S, E, W, P, *rest = kept = _kept(p, keep)
+    S, E, W, P, norms, other = kept = _kept(p, keep)
     launch = launcher(p, keep, float32_output, types(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens))
     with torch.cuda.device_of(q):  # where Triton launches
         chunks, offsets = p.order(cu_seqlens)
         made: dict[str, Tensor] = {}
-        drop: Tensor | None = None
-        queries, keys = q, k
+        queries, keys, G, drop = q, k, other, None
         if p.channel:
-            made = _prepare(p, launch, (q, k, g, A_log, dt_bias), chunks)
-            queries, keys = made["q_in"], made["k_out"]
-            G, norms, (drop,) = made["G"], made["norms"], rest
-        else:
-            G, norms = rest
+            made = _prepare(p, launch, (q, k, g, A_log, dt_bias), norms, chunks, known=False)
+            queries, keys, G, drop = made["q_in"], made["k_out"], made["G"], other
         pairs = (q, k, g, beta, A_log, dt_bias, G, drop, norms, W, P, chunks)
         launch(pairs_kernel, (p.tiles,), (*pairs, *p.sizes), p.pairs)
         scan = (
@@ -179,7 +178,7 @@ def _backward(
         d_o, d_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens
     )
     p = plan_for(q, k, v, g, A_log, dt_bias, cu_seqlens, scale, rule, decay, l2norm, sigmoid)
-    S, E, W, P, *rest = saved
+    S, E, W, P, norms, other = saved
     d_beta, d_initial = _like(beta), _like(initial_state)
     d_v, dS = p.empty(*v.shape), p.empty(p.tiles, p.VP, p.KP)
     launch = launcher(
@@ -188,13 +187,10 @@ def _backward(
     with torch.cuda.device_of(q):  # where Triton launches
         chunks, offsets = p.order(cu_seqlens)
         made: dict[str, Tensor] = {}
-        queries, keys = q, k
+        queries, keys, G = q, k, other
         if p.channel:
-            made = _prepare(p, launch, (q, k, g, A_log, dt_bias), chunks)
-            queries, keys = made["q_in"], made["k_out"]
-            G, norms = made["G"], made["norms"]
-        else:
-            G, norms = rest
+            made = _prepare(p, launch, (q, k, g, A_log, dt_bias), norms, chunks, known=True)
+            queries, keys, G = made["q_in"], made["k_out"], made["G"]
         scan = (
             queries, made.get("k_in"), keys, made.get("total"), G, norms, W, P, d_o, d_v, dS, d_state, d_initial,
             cu_seqlens, offsets,
@@ -225,7 +221,7 @@ def _backward(
         d_rate, d_bias = sums = p.floats(2, partial)
         results = (d_q, d_k, d_g, d_rate, d_bias) if p.channel else (d_q, d_k, d_g, d_beta, d_rate, d_bias)
         if p.channel:
-            arguments = (q, k, g, A_log, dt_bias, G, rest[0], v, d_o, d_v, E, S, dS, norms, *pairs, *results, chunks)
+            arguments = (q, k, g, A_log, dt_bias, G, other, v, d_o, d_v, E, S, dS, norms, *pairs, *results, chunks)
             grid = (p.tiles * p.slices["gradients"],)
             launch(channel_gradients_kernel, grid, (*arguments, *p.sizes), p.gradients)
         else:

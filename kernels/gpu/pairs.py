@@ -147,16 +147,16 @@ def pairs_kernel(
             fall = (b_G - tl.where(right[:, None], to_right, to_left)).to(tl.float32)
             b_drop = tl.maximum(b_drop, tl.max(-fall, 1))
             down = later_power(fall, SHIFT)
-            b_q = (b_q * down).to(OPERAND)
-            b_a = (b_k * down).to(OPERAND)
+            q_down = (b_q * down).to(OPERAND)
+            k_down = (b_k * down).to(OPERAND)
             columns = tl.trans((b_k * earlier_power(to_left, b_G, LIMIT, SHIFT)).to(OPERAND))
-            p = tl.dot(b_q, columns, acc=p, input_precision=PRECISION)
+            p = tl.dot(q_down, columns, acc=p, input_precision=PRECISION)
             if DELTA:
-                a = tl.dot(b_a, columns, acc=a, input_precision=PRECISION)
+                a = tl.dot(k_down, columns, acc=a, input_precision=PRECISION)
             columns = tl.trans((b_k * earlier_power(to_right, b_G, LIMIT, SHIFT)).to(OPERAND))
-            p_right = tl.dot(b_q, columns, acc=p_right, input_precision=PRECISION)
+            p_right = tl.dot(q_down, columns, acc=p_right, input_precision=PRECISION)
             if DELTA:
-                a_right = tl.dot(b_a, columns, acc=a_right, input_precision=PRECISION)
+                a_right = tl.dot(k_down, columns, acc=a_right, input_precision=PRECISION)
         tl.store(drop + tile * C + r, b_drop)
         across = right[:, None] & (r < HALF)[None, :]
         chosen = (r[:, None] > r[None, :]) & ((b_drop <= LIMIT)[None, :] | across)

@@ -7,13 +7,24 @@
     k̄   = k̂ ⊙ 2^(G_C − G)          is written to the state that leaves, which keeps 2^(G_C) of the one that entered
 
 q̂ and k̂ are q and k, or these with unit norm. One program per chunk, value head and BK key channels, in the forward and,
-since keeping it all would cost more than making it again, in the backward.
+since keeping all but the norms would cost more than making it again, in the backward.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.gpu.common import LOG2_E, NORM_EPS, SIZES, STRONGEST, exp2, load_rows, locate, log_decay, store_rows
+from kernels.gpu.common import (
+    LOG2_E,
+    NORM_EPS,
+    SIZES,
+    STRONGEST,
+    exp2,
+    load_norms,
+    load_rows,
+    locate,
+    log_decay,
+    store_rows,
+)
 
 
 @triton.jit
@@ -47,7 +58,7 @@ def prepare_kernel(
     k_in,
     k_out,
     total,  # [tiles, KP]
-    norms,  # [tiles, 2, C], with L2NORM: 1/‖q‖, 1/‖k‖
+    norms,  # [tiles, 2, C], with L2NORM: 1/‖q‖, 1/‖k‖; read if KNOWN
     chunks,
     scale,
     T,
@@ -63,6 +74,7 @@ def prepare_kernel(
     GATE: tl.constexpr,
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
+    KNOWN: tl.constexpr,
 ):
     tile = (tl.program_id(0) // (KP // BK)).to(tl.int64)
     part = tl.program_id(0) % (KP // BK)
@@ -72,14 +84,17 @@ def prepare_kernel(
     k += (first * H + head // (HV // H)) * K
     r = tl.arange(0, C)
     live = r < length
-    norm_q, norm_k = row_norms(q, k, H, K, KP, BK, live, L2NORM)
-    if L2NORM and part == 0:
-        tl.store(norms + tile * 2 * C + r, norm_q)
-        tl.store(norms + (tile * 2 + 1) * C + r, norm_k)
     g += (first * HV + head) * K
     G += (first * HV + head) * K
     c = part * BK + tl.arange(0, BK)
     b_g = load_rows(g, HV * K, r, c, live, K, KP).to(tl.float32)
+    if KNOWN:
+        norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
+    else:
+        norm_q, norm_k = row_norms(q, k, H, K, KP, BK, live, L2NORM)
+        if L2NORM and part == 0:
+            tl.store(norms + tile * 2 * C + r, norm_q)
+            tl.store(norms + (tile * 2 + 1) * C + r, norm_k)
     if GATE:
         bias = 0.0
         if BIAS:

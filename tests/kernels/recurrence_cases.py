@@ -101,6 +101,7 @@ def _sprinkled(value: float) -> Callable[[Tensor, torch.Generator], Tensor]:
 GATES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "mild": lambda u, _: -0.3 * u,
     "zero to -20": lambda u, _: -20.0 * u,
+    "all -3.4": lambda u, _: torch.full_like(u, -3.4),
     "all -5": lambda u, _: torch.full_like(u, -5.0),
     "some -1e4": _sprinkled(-1e4),
     "some -inf": _sprinkled(float("-inf")),

@@ -41,7 +41,7 @@ SPILLS: dict[str, int] = {
     "default-sm80-bf16-128-delta-channel-pairs_kernel": 512,
     "default-sm80-bf16-128-delta-channel-scan_kernel": 64,
     "default-sm80-bf16-128-delta-channel-pair_gradients_kernel": 64,
-    "default-sm80-bf16-128-delta-channel-channel_gradients_kernel": 1856,
+    "default-sm80-bf16-128-delta-channel-channel_gradients_kernel": 1280,
     "default-sm80-bf16-128-delta-scalar-scan_kernel": 64,
     "default-sm80-bf16-128-delta-scalar-scalar_gradients_kernel": 1344,
     "default-sm80-bf16-256-delta-channel-pairs_kernel": 64,
@@ -52,17 +52,17 @@ SPILLS: dict[str, int] = {
     "default-sm90-bf16-256-delta-channel-scan_kernel": 1152,
     "default-sm90-bf16-256-delta-channel-channel_gradients_kernel": 64,
     "default-sm100-bf16-128-delta-channel-scan_kernel": 64,
-    "default-sm100-bf16-128-delta-channel-channel_gradients_kernel": 1088,
+    "default-sm100-bf16-128-delta-channel-channel_gradients_kernel": 1600,
     "default-sm100-bf16-128-delta-scalar-scan_kernel": 64,
     "default-sm100-bf16-128-delta-scalar-scalar_gradients_kernel": 1024,
-    "default-sm80-fp32-256-delta-scalar-pairs_kernel": 448,
+    "default-sm80-fp32-256-delta-scalar-pairs_kernel": 512,
     "default-sm80-fp32-256-delta-scalar-scan_kernel": 6784,
     "default-sm80-fp32-256-delta-scalar-reverse_scan_kernel": 18880,
     "default-sm80-fp32-256-delta-scalar-scalar_gradients_kernel": 1984,
     "default-sm90-fp32-128-delta-channel-pairs_kernel": 2112,
     "default-sm90-fp32-128-delta-channel-reverse_scan_kernel": 320,
     "default-sm90-fp32-128-delta-channel-pair_gradients_kernel": 512,
-    "default-sm90-fp32-128-delta-channel-channel_gradients_kernel": 2560,
+    "default-sm90-fp32-128-delta-channel-channel_gradients_kernel": 2432,
     "default-sm90-fp32-128-delta-scalar-pairs_kernel": 64,
     "default-sm90-fp32-128-delta-scalar-scan_kernel": 64,
     "default-sm90-fp32-128-delta-scalar-reverse_scan_kernel": 384,
@@ -71,14 +71,16 @@ SPILLS: dict[str, int] = {
     "default-sm100-fp32-128-delta-scalar-scan_kernel": 64,
     "default-sm100-fp32-128-delta-scalar-reverse_scan_kernel": 448,
     "default-sm100-fp32-128-delta-scalar-scalar_gradients_kernel": 2048,
+    "default-sm90-fp16-64-delta-channel-channel_gradients_kernel": 64,
+    "default-sm90-fp16-64-delta-scalar-scalar_gradients_kernel": 512,
     "table-sm90-bf16-64-delta-channel-pairs_kernel": 64,
-    "table-sm90-bf16-64-delta-channel-channel_gradients_kernel": 320,
+    "table-sm90-bf16-64-delta-channel-channel_gradients_kernel": 448,
     "table-sm90-bf16-64-delta-scalar-scan_kernel": 64,
     "table-sm90-bf16-64-delta-scalar-reverse_scan_kernel": 64,
     "table-sm90-bf16-64-delta-scalar-scalar_gradients_kernel": 640,
     "table-sm90-bf16-64-delta-none-scalar_gradients_kernel": 192,
     "table-sm90-bf16-128-delta-channel-pairs_kernel": 448,
-    "table-sm90-bf16-128-delta-channel-channel_gradients_kernel": 320,
+    "table-sm90-bf16-128-delta-channel-channel_gradients_kernel": 512,
     "table-sm90-bf16-128-delta-scalar-scan_kernel": 128,
     "table-sm90-bf16-128-delta-scalar-reverse_scan_kernel": 64,
     "table-sm90-bf16-128-delta-scalar-scalar_gradients_kernel": 1152,
@@ -95,24 +97,26 @@ DEFAULT_SHARED = {**SHARED, 80: 99}
 TENSOR_MEMORY = 512  # columns, from sm_100 on
 
 CHANNEL, SCALAR, NONE = ("delta", "channel"), ("delta", "scalar"), ("additive", "none")
-# float32?, capability, K = V, cells: the defaults on every generation. The other cells launch the same kernels.
-DEFAULTS: list[tuple[bool, int, int, list[tuple[str, str]]]] = [
-    (False, 80, 128, [CHANNEL, SCALAR]),
-    (False, 80, 256, [CHANNEL, SCALAR]),
-    (False, 90, 256, [CHANNEL]),
-    (False, 100, 128, [CHANNEL, SCALAR, NONE]),
-    (True, 80, 256, [SCALAR]),
-    (True, 90, 128, [CHANNEL, SCALAR]),
-    (True, 100, 128, [SCALAR]),
+# dtype of q, k, v, β; capability; K = V; cells: the defaults on every generation. Other cells launch the same kernels.
+DEFAULTS: list[tuple[torch.dtype, int, int, list[tuple[str, str]]]] = [
+    (torch.bfloat16, 80, 128, [CHANNEL, SCALAR]),
+    (torch.bfloat16, 80, 256, [CHANNEL, SCALAR]),
+    (torch.bfloat16, 90, 256, [CHANNEL]),
+    (torch.bfloat16, 100, 128, [CHANNEL, SCALAR, NONE]),
+    (torch.float32, 80, 256, [SCALAR]),
+    (torch.float32, 90, 128, [CHANNEL, SCALAR]),
+    (torch.float32, 100, 128, [SCALAR]),
+    (torch.float16, 90, 64, [CHANNEL, SCALAR]),
 ]
 RECURRENT = [(80, 64, CHANNEL), (90, 128, CHANNEL), (90, 128, SCALAR), (90, 256, NONE), (100, 128, CHANNEL)]
 
 TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int64: "i64",
+    torch.int32: "i32",
 }
 
 
@@ -142,11 +146,10 @@ def recorded() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
         JITFunction.run = run
 
 
-def operation(form: Any, float32: bool, K: int, V: int, rule: str, decay: str) -> None:
+def operation(form: Any, dtype: torch.dtype, K: int, V: int, rule: str, decay: str) -> None:
     """Forward and backward with every option that the cell has. What they compute is not initialised."""
     inputs = make_raw(rule, decay, 2, dtype=torch.float32, B=1, H=16, HV=16, K=K, V=V)
-    if not float32:
-        inputs = {name: x.bfloat16() if name in ("q", "k", "v", "beta") else x for name, x in inputs.items()}
+    inputs = {name: x.to(dtype) if name in ("q", "k", "v", "beta") else x for name, x in inputs.items()}
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     results = form(*(leaves.get(name) for name in names), K**-0.5, rule, decay, True, 1.0 if rule == "delta" else 0.0)
@@ -154,11 +157,15 @@ def operation(form: Any, float32: bool, K: int, V: int, rule: str, decay: str) -
 
 
 def kernels_of(capability: int, limits: dict[int, int], tiles: Tiles, *sizes: Any) -> dict[str, Kernel]:
-    """By the kernel's name; the same kernel is launched in the same way in forward and backward."""
+    """By the kernel's name, with "again" where it runs a second time, in the backward."""
     with forced(tiles), recorded() as launches:
         operation(chunkwise.chunk, *sizes)
     limit = limits[capability] * KIB
-    return {f.__name__: Kernel(f, arguments, capability, limit) for f, arguments in launches}
+    found: dict[str, Kernel] = {}
+    for f, arguments in launches:
+        name = f"{f.__name__}-again" if f.__name__ in found else f.__name__
+        found[name] = Kernel(f, arguments, capability, limit)
+    return found
 
 
 def table_entries() -> list[Key]:
@@ -172,20 +179,20 @@ def table_entries() -> list[Key]:
 
 def all_kernels() -> dict[str, Kernel]:
     found: dict[str, Kernel] = {}
-    for float32, capability, width, cells in DEFAULTS:
+    for dtype, capability, width, cells in DEFAULTS:
         for cell in cells:
-            name = "-".join([f"default-sm{capability}", "fp32" if float32 else "bf16", str(width), *cell])
-            tiles = FLOAT32 if float32 else HALF if width < WIDEST else HALF_256
-            of = kernels_of(capability, DEFAULT_SHARED, tiles, float32, width, width, *cell)
+            name = "-".join([f"default-sm{capability}", TYPES[dtype], str(width), *cell])
+            tiles = FLOAT32 if dtype != torch.bfloat16 else HALF if width < WIDEST else HALF_256
+            of = kernels_of(capability, DEFAULT_SHARED, tiles, dtype, width, width, *cell)
             found |= {f"{name}-{kernel}": x for kernel, x in of.items()}
     for capability, width, *cell in table_entries():
         tiles = TABLE[capability, width, *cell]
         name = "-".join([f"table-sm{capability}", "bf16", str(width), *cell])
-        of = kernels_of(capability, SHARED, tiles, False, width, width, *cell)
+        of = kernels_of(capability, SHARED, tiles, torch.bfloat16, width, width, *cell)
         found |= {f"{name}-{kernel}": x for kernel, x in of.items()}
     for capability, width, cell in RECURRENT:
         with recorded() as launches:
-            operation(recurrence.recurrent, False, width, width, *cell)
+            operation(recurrence.recurrent, torch.bfloat16, width, width, *cell)
         function, arguments = launches[0]
         name = "-".join([f"sm{capability}-bf16", str(width), *cell, "recurrent"])
         found[name] = Kernel(function, arguments, capability, DEFAULT_SHARED[capability] * KIB)
@@ -206,7 +213,7 @@ def source(kernel: Kernel) -> tuple[ASTSource, dict[str, Any]]:
             signature[parameter.name] = "constexpr"
             constants[i,] = x
         elif isinstance(x, torch.Tensor):
-            signature[parameter.name] = TYPES[x.dtype]
+            signature[parameter.name] = f"*{TYPES[x.dtype]}"
             attributes[i,] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32" if isinstance(x, float) else "i32"
