@@ -160,8 +160,8 @@ def channel_gradients_kernel(
     right = r >= HALF
 
     # Pairs as rows of later tokens, and transposed (_t): across the halves, and in the same. All are asked for before
-    # the first product, for each would make the program wait again. What else is read more than once comes from the
-    # cache, and takes no registers meanwhile.
+    # the first product, for each would make the program wait again, as are norms and rows. What else is read more than
+    # once comes from the cache, and takes no registers meanwhile.
     across = right[:, None] & left[None, :]
     across_t = left[:, None] & right[None, :]
     same = right[:, None] == right[None, :]
@@ -174,6 +174,9 @@ def channel_gradients_kernel(
         M_same = load_pairs(M, M_near, tile, r < 0, same)
         M_across_t = load_pairs(M, M_near, tile, r < 0, across_t)
         M_same_t = load_pairs(M, M_near, tile, r >= 0, same)
+    norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
+    to_left = load_row(G, HV * K, 0, c, length, K)[None, :]
+    to_right = load_row(G, HV * K, HALF, c, length, K)[None, :]
 
     # As later tokens: with the state that enters, earlier tokens of the other half, and of the same. What reaches a
     # token falls to the first token of the left half, over that half, and `down` from the first token of its own.
@@ -190,9 +193,6 @@ def channel_gradients_kernel(
             b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
             b_dk = tl.dot(b_dv, b_S, acc=b_dk, input_precision=PRECISION)
         d_end += tl.sum(b_S.to(tl.float32) * tl.load(dS + at_state).to(tl.float32), 0)
-    norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
-    to_left = load_row(G, HV * K, 0, c, length, K)[None, :]
-    to_right = load_row(G, HV * K, HALF, c, length, K)[None, :]
     entering = exp2(to_left.to(tl.float32) - SHIFT)
     b_dq *= entering * (norm_q * scale)[:, None]
     b_dk *= entering * -norm_k[:, None]
@@ -251,12 +251,16 @@ def channel_gradients_kernel(
     b_q = load_rows(q, H * K, r, c, live, K, KP)
     b_k = load_rows(k, H * K, r, c, live, K, KP)
     b_G = load_rows(G, HV * K, r, c, live, K, KP)
+    end = load_row(G, HV * K, tl.maximum(length - 1, 0), c, length, K)
     b_diagonal = tl.load(diagonal + tile * C + r)
     if L2NORM:
         dot_q = tl.load(dots + tile * 2 * C + r)
         dot_k = tl.load(dots + (tile * 2 + 1) * C + r)
     if GATE:
-        raw = load_rows(g + (first * HV + head) * K, HV * K, r, c, live, K, KP)
+        raw = load_rows(g + (first * HV + head) * K, HV * K, r, c, live, K, KP).to(tl.float32)
+        rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+        if BIAS:
+            raw += tl.load(dt_bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
     b_write = tl.zeros((C, BK), tl.float32)
     for start in tl.range(0, VP, BV, num_stages=STAGES):
         vc = start + tl.arange(0, BV)
@@ -266,7 +270,6 @@ def channel_gradients_kernel(
             b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
         b_dS = tl.load(dS + tile * VP * KP + vc[:, None] * KP + c[None, :])
         b_write = tl.dot(b_E, b_dS, acc=b_write, input_precision=PRECISION)
-    end = load_row(G, HV * K, tl.maximum(length - 1, 0), c, length, K)
     b_write *= exp2(tl.minimum((end[None, :] - b_G).to(tl.float32), 0.0)) * norm_k[:, None]
     b_dk += b_write
     # The last token's write crosses no gate of this chunk: left out, for it would be far larger than what does.
@@ -286,10 +289,6 @@ def channel_gradients_kernel(
     store_rows(d_k + (first * HV + head) * K, HV * K, r, c, live, b_dk, K, KP)
     b_dg = sums_to_end(b_dG, OPERAND, PRECISION) + d_end[None, :]
     if GATE:
-        raw = raw.to(tl.float32)
-        if BIAS:
-            raw += tl.load(dt_bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
-        rate = tl.exp(tl.load(A_log + head).to(tl.float32))
         b_dg, by_rate = gate_gradient(b_dg, raw, rate, live[:, None])
         tl.store(d_rate + tile * KP + c, tl.sum(by_rate, 0))
         tl.store(d_bias + tile * KP + c, tl.sum(b_dg, 0))

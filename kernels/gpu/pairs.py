@@ -129,7 +129,6 @@ def pairs_kernel(
 
     if CHANNEL:
         HALF: tl.constexpr = C // 2
-        norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
         G += (first * HV + head) * K
         right = r >= HALF
         p_right = tl.zeros((C, C), tl.float32)
@@ -141,6 +140,8 @@ def pairs_kernel(
             b_q = load_rows(q, H * K, r, c, live, K, KP)
             b_k = load_rows(k, H * K, r, c, live, K, KP)
             b_G = load_rows(G, HV * K, r, c, live, K, KP)
+            if start == 0:  # behind the others, so that their waiting is one
+                norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
             diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
             to_left = load_row(G, HV * K, 0, c, length, K)[None, :]
             to_right = load_row(G, HV * K, HALF, c, length, K)[None, :]

@@ -126,6 +126,12 @@ def scalar_gradients_kernel(
     if BV == VP:  # read once, for all of the products
         vc = tl.arange(0, BV)
         b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, OPERAND)
+    # All is asked for before the products: each would make the program wait again.
+    norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
+    if GATED:
+        b_G = tl.load(G + tile * C + r)
+        end = tl.load(G + tile * C + C - 1)
+        b_P = tl.load(P + tile * C * C + r[:, None] * C + r[None, :])
     for start in tl.range(0, VP, BV):
         if BV < VP:
             vc = start + tl.arange(0, BV)
@@ -144,7 +150,6 @@ def scalar_gradients_kernel(
             o_dot += tl.sum(b_o * load_rows(d_o + rows, HV * V, r, few, live, V, VP).to(tl.float32), 1)
             b_v = load_rows(v + rows, HV * V, r, few, live, V, VP).to(tl.float32)
             v_dot += tl.sum(b_v * load_rows(d_v + rows, HV * V, r, few, live, V, VP).to(tl.float32), 1)
-    norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
     reading = norm_q * scale
     entering = norm_k
     leaving = norm_k
@@ -152,11 +157,9 @@ def scalar_gradients_kernel(
     strict = r[:, None] > r[None, :]
     b_dG = tl.zeros((C,), tl.float32)
     if GATED:
-        b_G = tl.load(G + tile * C + r)
-        end = tl.load(G + tile * C + C - 1)
         down = exp2(tl.where(lower, (b_G[:, None] - b_G[None, :]).to(tl.float32), float("-inf")))
         # A pair crosses every gate from behind j to i: for rows, and against columns.
-        crossing = z * tl.load(P + tile * C * C + r[:, None] * C + r[None, :])
+        crossing = z * b_P
         if DELTA:
             a = tl.zeros((C, C), tl.float32)
             for column in tl.range(0, KP, BK):
@@ -212,6 +215,8 @@ def scalar_gradients_kernel(
         b_dq = tl.zeros((C, BK), tl.float32)
         b_error = tl.zeros((C, BK), tl.float32)
         b_dk = tl.zeros((C, BK), tl.float32)
+        b_q = load_rows(q, H * K, r, c, live, K, KP)
+        b_k = load_rows(k, H * K, r, c, live, K, KP)
         for start in tl.range(0, VP, BV, num_stages=STAGES if BV < VP else 1):
             vc = start + tl.arange(0, BV)
             at_state = tile * VP * KP + vc[:, None] * KP + c[None, :]
@@ -228,8 +233,6 @@ def scalar_gradients_kernel(
                     d_end = tl.dot(tl.trans(b_S), b_dS, acc=d_end)
                 else:
                     d_end += tl.sum(b_S * b_dS, 1)
-        b_q = load_rows(q, H * K, r, c, live, K, KP)
-        b_k = load_rows(k, H * K, r, c, live, K, KP)
         b_dq *= reading[:, None]
         b_dk *= leaving[:, None]
         if DELTA:
