@@ -252,7 +252,7 @@ def channel_gradients_kernel(
     b_k = load_rows(k, H * K, r, c, live, K, KP)
     b_G = load_rows(G, HV * K, r, c, live, K, KP)
     end = load_row(G, HV * K, tl.maximum(length - 1, 0), c, length, K)
-    b_diagonal = tl.load(diagonal + tile * C + r)
+    b_diagonal = tl.load(diagonal + tile * C + r)[:, None]
     if L2NORM:
         dot_q = tl.load(dots + tile * 2 * C + r)
         dot_k = tl.load(dots + (tile * 2 + 1) * C + r)
@@ -277,7 +277,6 @@ def channel_gradients_kernel(
     b_dG -= b_write
     d_end = d_end * exp2(end.to(tl.float32)) + tl.sum(b_write, 0)
 
-    b_diagonal = b_diagonal[:, None]
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)
     b_dq += b_diagonal * b_k

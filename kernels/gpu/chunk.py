@@ -234,9 +234,8 @@ def _backward(
         by_rate, by_bias = sums.view(2, p.chunks, p.HV, -1).sum(1)
         d_A_log = by_rate.sum(1).to(A_log.dtype)
         if dt_bias is not None:
-            d_dt_bias = (
-                by_bias[:, : p.K].to(dt_bias.dtype, copy=True).reshape(-1)
-            )  # no part of another: operators may not
+            # A copy: no result of an operator may be a part of another tensor.
+            d_dt_bias = by_bias[:, : p.K].to(dt_bias.dtype, copy=True).reshape(-1)
     return [d_q, d_k, d_v.to(v.dtype), d_g, d_beta, d_A_log, d_dt_bias, d_initial]
 
 
