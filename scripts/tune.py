@@ -75,7 +75,8 @@ def candidates(tiles: Tiles, op: str, dim: int, group: str) -> Iterator[Tiles]:
     if group == "pairs":
         for inverse in ("fp16", "tf32") if CELLS[op][0] == "delta" and tiles.chunk == 64 else (tiles.inverse,):
             for keys in {64, wide}:
-                yield replace(tiles, inverse=inverse, pairs=Launch(keys=keys))
+                for registers in (None, 168):
+                    yield replace(tiles, inverse=inverse, pairs=Launch(keys=keys, registers=registers))
     elif group in ("scan", "reverse_scan"):
         shapes = [(64, 4), (128, 8)] if tiles.chunk == 64 else [(32, 4), (64, 4)]
         for values, warps in shapes if wide > 64 else shapes[:1]:
@@ -87,10 +88,11 @@ def candidates(tiles: Tiles, op: str, dim: int, group: str) -> Iterator[Tiles]:
             for warps, stages, keys in ((4, 1, 64), (4, 2, 64), (8, 1, 64), (8, 1, wide)):
                 yield replace(tiles, gradients=Launch(warps, stages, keys, values))
     elif group == "prepare" and channel:
-        yield from (replace(tiles, prepare=Launch(warps)) for warps in (4, 8))
+        yield from (replace(tiles, prepare=Launch(warps, keys=keys)) for warps in (4, 8) for keys in (32, 64))
     elif group == "pair_gradients" and channel:
         for values in {64, min(128, wide)}:
-            yield from (replace(tiles, pair_gradients=Launch(warps, values=values)) for warps in (4, 8))
+            for warps, registers in ((4, None), (4, 168), (4, 128), (8, None)):
+                yield replace(tiles, pair_gradients=Launch(warps, values=values, registers=registers))
 
 
 def compile_part(jobs: list[tuple[str, int]], arguments: argparse.Namespace) -> int:

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gradients of q, k and g under a channel decay: equations in pair_gradients.py, near and by level in pairs.py.
+"""Gradients of q, k and g under a channel decay: equations in gradients.py, near and by level in pairs.py.
 
-Tokens meet those of their half of the chunk at its first token a. So one operand serves a token in all its products as
-the later one of a pair, 2^(G_i − G_a) q̂ or k̂, and one as the earlier one, 2^(G_a − G_j) k̂. For a pair across the
-halves the two lack what the gate falls by over the left half: sums here are over tokens, so that it multiplies them.
-Tokens that are not near meet all later ones by level. dG takes both sides of a pair from the same rounded operands.
+Tokens meet those of their half of the chunk at its origin O. So one operand serves a token in all its products as the
+later one of a pair, 2^(G_i − O) q̂ or k̂, and one as the earlier one, 2^(O − G_j) k̂. For a pair across the halves the two
+lack what the gate falls by over the left half: sums here are over tokens, so that it multiplies them. Tokens that are
+not near meet all later ones by level. dG takes both sides of a pair from the same rounded operands.
 
 One program per chunk, value head and some key channels. Most of its time it waits for memory, and it is short of
 registers.
@@ -25,21 +25,35 @@ from kernels.gpu.common import (
     locate,
     store_rows,
 )
+from kernels.gpu.gradients import diagonal
 from kernels.gpu.pair_gradients import load_pairs
-from kernels.gpu.pairs import earlier_power, later_power
+from kernels.gpu.pairs import earlier_power, later_exponent
 
 
 @triton.jit
-def sums_to_end(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Σ_{j ≥ i} x_j over the rows of x, as a product with ones: Triton's scan takes several times the instructions."""
+def sums_to_end(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr = True):
+    """Σ_{j ≥ i} x_j over the rows of x, as a product with ones: Triton's scan takes several times the instructions.
+
+    Without EXACT of the rows as rounded to operands.
+    """
     C: tl.constexpr = x.shape[0]
     r = tl.arange(0, C)
     ones = tl.where(r[:, None] <= r[None, :], 1.0, 0.0).to(OPERAND)
-    if x.dtype == OPERAND:
-        return tl.dot(ones, x, input_precision=PRECISION)
-    else:
-        high = x.to(OPERAND)
-        return tl.dot(ones, (x - high).to(OPERAND), acc=tl.dot(ones, high))
+    high = x.to(OPERAND)
+    sums = tl.dot(ones, high, input_precision=PRECISION)
+    if EXACT and x.dtype != OPERAND:
+        sums = tl.dot(ones, (x - high).to(OPERAND), acc=sums)
+    return sums
+
+
+@triton.jit
+def add_self(b_dq, b_dk, Z, q, k, tile, chosen, r, c, live, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+    """The gradients with those of the chosen tokens' pairs with themselves."""
+    C: tl.constexpr = live.shape[0]
+    z = tl.load(Z + tile * C * C + r * (C + 1), mask=chosen, other=0.0).to(tl.float32)[:, None]
+    b_dq += z * load_rows(k, H * K, r, c, live, K, KP)
+    b_dk += z * load_rows(q, H * K, r, c, live, K, KP)
+    return b_dq, b_dk
 
 
 @triton.jit
@@ -112,13 +126,11 @@ def channel_gradients_kernel(
     M,
     Z_near,  # [tiles, C, C/2]
     M_near,
-    diagonal,
     dots,
     d_q,  # [B, T, HV, K], written; also what follows
     d_k,
     d_g,
-    d_rate,  # [tiles, KP], with GATE: Σ over the chunk of the gradient of A_log
-    d_bias,  # [tiles, KP], with GATE
+    sums,  # [tiles, KP + KP / BK], with GATE: the chunk's gradients of dt_bias, and of A_log by program
     chunks,
     scale,
     T,
@@ -140,16 +152,19 @@ def channel_gradients_kernel(
     GATE: tl.constexpr,
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
+    FULL: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    tile = (tl.program_id(0) // (KP // BK)).to(tl.int64)
+    PARTS: tl.constexpr = KP // BK
+    tile = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
     head = (tile % HV).to(tl.int32)
-    first, length = locate((tile // HV).to(tl.int32), T, NT, chunks, C, PACKED)
+    first, length = locate((tile // HV).to(tl.int32), T, NT, chunks, C, PACKED, FULL)
     r = tl.arange(0, C)
     live = r < length
-    c = (tl.program_id(0) % (KP // BK)) * BK + tl.arange(0, BK)
+    c = part * BK + tl.arange(0, BK)
     q += (first * H + head // (HV // H)) * K
     k += (first * H + head // (HV // H)) * K
     G += (first * HV + head) * K
@@ -165,6 +180,11 @@ def channel_gradients_kernel(
     across = right[:, None] & left[None, :]
     across_t = left[:, None] & right[None, :]
     same = right[:, None] == right[None, :]
+    # A token with itself is a pair of one half. Its two sides cancel in dG where bf16 operands made them, for their
+    # products are exact; of others they would leave what is far larger than dG under strong gates.
+    APART: tl.constexpr = tl.float32 == OPERAND
+    if APART:
+        same = same & (r[:, None] != r[None, :])
     Z_across = load_pairs(Z, Z_near, tile, r < 0, across)
     Z_same = load_pairs(Z, Z_near, tile, r < 0, same)
     Z_across_t = load_pairs(Z, Z_near, tile, r < 0, across_t)
@@ -175,41 +195,54 @@ def channel_gradients_kernel(
         M_across_t = load_pairs(M, M_near, tile, r < 0, across_t)
         M_same_t = load_pairs(M, M_near, tile, r >= 0, same)
     norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
-    to_left = load_row(G, HV * K, 0, c, length, K)[None, :]
-    to_right = load_row(G, HV * K, HALF, c, length, K)[None, :]
+    of_left = load_row(G, HV * K, 0, c, length, K)[None, :] - SHIFT
+    of_right = load_row(G, HV * K, HALF, c, length, K)[None, :] - SHIFT
 
     # As later tokens: with the state that enters, earlier tokens of the other half, and of the same. What reaches a
-    # token falls to the first token of the left half, over that half, and `down` from the first token of its own.
+    # token falls to the origin of the left half, over that half, and `down` from the origin of its own.
     b_dq = tl.zeros((C, BK), tl.float32)
     b_dk = tl.zeros((C, BK), tl.float32)
-    d_end = tl.zeros((BK,), tl.float32)
+    # Σ S ⊙ dS as the diagonal of a product: so bf16 operands are never looked at outside of the tensor core, which sums
+    # their products in float32, too. Float32 operands would be split in three, and more value channels would take the
+    # cache's place.
+    BY_PRODUCT: tl.constexpr = tl.float32 != OPERAND and BV <= BK
+    if BY_PRODUCT:
+        d_end = tl.zeros((BK, BK), tl.float32)
+    else:
+        d_end = tl.zeros((BK,), tl.float32)
     for start in tl.range(0, VP, BV, num_stages=STAGES):
         vc = start + tl.arange(0, BV)
         at_state = tile * VP * KP + vc[:, None] * KP + c[None, :]
         b_S = tl.load(S + at_state)
+        b_dS = tl.load(dS + at_state)
         b_do = load_rows(d_o + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
         b_dq = tl.dot(b_do, b_S, acc=b_dq, input_precision=PRECISION)
         if DELTA:
             b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
             b_dk = tl.dot(b_dv, b_S, acc=b_dk, input_precision=PRECISION)
-        d_end += tl.sum(b_S.to(tl.float32) * tl.load(dS + at_state).to(tl.float32), 0)
-    entering = exp2(to_left.to(tl.float32) - SHIFT)
+        if BY_PRODUCT:
+            d_end = tl.dot(tl.trans(b_S), b_dS, acc=d_end)
+        else:
+            d_end += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
+    if BY_PRODUCT:
+        d_end = diagonal(d_end)
+    entering = exp2(of_left.to(tl.float32))
     b_dq *= entering * (norm_q * scale)[:, None]
     b_dk *= entering * -norm_k[:, None]
-    anchor = tl.where(right[:, None], to_right, to_left)
-    up = earlier_power(anchor, load_rows(G, HV * K, r, c, live, K, KP), LIMIT, SHIFT)
-    up = tl.where((tl.load(drop + r) <= LIMIT)[:, None], up, 0.0)
+    origin = tl.where(right[:, None], of_right, of_left)
+    most = tl.where(tl.load(drop + r) <= LIMIT, LIMIT - SHIFT, float("-inf"))[:, None]  # 2^−∞ = 0: not near
+    up = earlier_power(load_rows(G, HV * K, r, c, live, K, KP), origin, most)
     k_up = decayed(load_rows(k, H * K, r, c, live, K, KP), up, OPERAND)
     b_dq = tl.dot(Z_across, k_up, acc=b_dq, input_precision=PRECISION)
     if DELTA:
         b_dk = tl.dot(M_across, k_up, acc=b_dk, input_precision=PRECISION)
     # The root of the fall over the left half, applied twice: the fall itself may be less than the smallest number.
-    root = exp2((to_right - to_left).to(tl.float32) * 0.5)
+    root = exp2((of_right - of_left).to(tl.float32) * 0.5)
     over = tl.where(right[:, None], root, 1.0)
     b_dq = tl.dot(Z_same, k_up, acc=b_dq * over * over, input_precision=PRECISION)
     if DELTA:
         b_dk = tl.dot(M_same, k_up, acc=b_dk * over * over, input_precision=PRECISION)
-    down = later_power((load_rows(G, HV * K, r, c, live, K, KP) - anchor).to(tl.float32), SHIFT)
+    down = exp2(later_exponent(load_rows(G, HV * K, r, c, live, K, KP), origin, SHIFT, FULL))
     q_down = decayed(load_rows(q, H * K, r, c, live, K, KP), down, OPERAND)
     b_dG = q_down * b_dq
     b_dq = settled(b_dq * down)
@@ -229,31 +262,36 @@ def channel_gradients_kernel(
     b_dG = settled(b_dG - k_up * written)
     b_dk = settled(b_dk + up * written)
 
-    # Pairs whose earlier token is not near, level by level.
-    for level in tl.range(tl.where(tl.max(tl.load(drop + r), 0) > LIMIT, 0, LEVELS), LEVELS):
-        half = r >> level
-        everywhere = tl.full((C, C), True, tl.int1)
-        later = (half & 1) == 1
-        asking = tl.where(later | (tl.load(drop + r) <= LIMIT), -1, half + 1)
-        chosen = (asking[:, None] == half[None, :]) | (half[:, None] == asking[None, :])
-        mirrored = (half & 1 == 0) & (level < LEVELS - 1)
-        b_Z = tl.where(chosen, load_pairs(Z, Z_near, tile, mirrored, everywhere), 0.0).to(OPERAND)
-        b_M = b_Z
-        if DELTA:
-            b_M = tl.where(chosen, load_pairs(M, M_near, tile, mirrored, everywhere), 0.0).to(OPERAND)
-        anchors = (((half >> 1) << 1) << level) + (1 << level) - 1
-        anchor = load_rows(G, HV * K, anchors, c, anchors < length, K, KP)
-        b_dq, b_dk, b_dG = add_level(
-            b_dq, b_dk, b_dG, b_Z, b_M, q, k, G, anchor, later, r, c, live, H, HV, K, KP, DELTA, OPERAND, PRECISION
-        )
+    if APART:
+        b_dq, b_dk = add_self(b_dq, b_dk, Z, q, k, tile, live, r, c, live, H, K, KP)
+    # Tokens that are not near: as the earlier one of their pairs, level by level.
+    if tl.max(tl.load(drop + r), 0) > LIMIT:
+        deep = tl.load(drop + r) > LIMIT
+        if not APART:
+            b_dq, b_dk = add_self(b_dq, b_dk, Z, q, k, tile, deep, r, c, live, H, K, KP)
+        for level in tl.range(0, LEVELS):
+            half = r >> level
+            everywhere = tl.full((C, C), True, tl.int1)
+            later = (half & 1) == 1
+            asking = tl.where(deep & (later == 0), half + 1, -1)
+            chosen = (asking[:, None] == half[None, :]) | (half[:, None] == asking[None, :])
+            mirrored = (half & 1 == 0) & (level < LEVELS - 1)
+            b_Z = tl.where(chosen, load_pairs(Z, Z_near, tile, mirrored, everywhere), 0.0).to(OPERAND)
+            b_M = b_Z
+            if DELTA:
+                b_M = tl.where(chosen, load_pairs(M, M_near, tile, mirrored, everywhere), 0.0).to(OPERAND)
+            anchors = (((half >> 1) << 1) << level) + (1 << level) - 1
+            anchor = load_rows(G, HV * K, anchors, c, anchors < length, K, KP)
+            b_dq, b_dk, b_dG = add_level(
+                b_dq, b_dk, b_dG, b_Z, b_M, q, k, G, anchor, later, r, c, live, H, HV, K, KP, DELTA, OPERAND, PRECISION
+            )
 
     # What the rest needs, again asked for at once.
     b_q = load_rows(q, H * K, r, c, live, K, KP)
     b_k = load_rows(k, H * K, r, c, live, K, KP)
     b_G = load_rows(G, HV * K, r, c, live, K, KP)
     end = load_row(G, HV * K, tl.maximum(length - 1, 0), c, length, K)
-    b_diagonal = tl.load(diagonal + tile * C + r)[:, None]
-    if L2NORM:
+    if L2NORM and PARTS > 1:
         dot_q = tl.load(dots + tile * 2 * C + r)
         dot_k = tl.load(dots + (tile * 2 + 1) * C + r)
     if GATE:
@@ -270,7 +308,7 @@ def channel_gradients_kernel(
             b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
         b_dS = tl.load(dS + tile * VP * KP + vc[:, None] * KP + c[None, :])
         b_write = tl.dot(b_E, b_dS, acc=b_write, input_precision=PRECISION)
-    b_write *= exp2(tl.minimum((end[None, :] - b_G).to(tl.float32), 0.0)) * norm_k[:, None]
+    b_write *= exp2((end[None, :] - b_G).to(tl.float32)) * norm_k[:, None]
     b_dk += b_write
     # The last token's write crosses no gate of this chunk: left out, for it would be far larger than what does.
     b_write *= tl.where((r != length - 1)[:, None], b_k, 0.0)
@@ -279,9 +317,10 @@ def channel_gradients_kernel(
 
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)
-    b_dq += b_diagonal * b_k
-    b_dk += b_diagonal * b_q
     if L2NORM:
+        if PARTS == 1:  # all channels are here
+            dot_q = tl.sum(b_q * b_dq, 1)
+            dot_k = tl.sum(b_k * b_dk, 1)
         b_dq -= b_q * (norm_q * norm_q * dot_q)[:, None]
         b_dk -= b_k * (norm_k * norm_k * dot_k)[:, None]
     store_rows(d_q + (first * HV + head) * K, HV * K, r, c, live, b_dq, K, KP)
@@ -289,7 +328,10 @@ def channel_gradients_kernel(
     b_dg = sums_to_end(b_dG, OPERAND, PRECISION) + d_end[None, :]
     if GATE:
         b_dg, by_rate = gate_gradient(b_dg, raw, rate, live[:, None])
-        tl.store(d_rate + tile * KP + c, tl.sum(by_rate, 0))
-        tl.store(d_bias + tile * KP + c, tl.sum(b_dg, 0))
+        sums += tile * (KP + PARTS)
+        tl.store(sums + KP + part, tl.sum(by_rate))
+        if BIAS:  # the first row of the sums is that of all tokens
+            by_bias = sums_to_end(b_dg, OPERAND, PRECISION, EXACT=False)
+            tl.store(sums + r[:, None] * 0 + c[None, :], by_bias, mask=(r == 0)[:, None])
     tl.debug_barrier()  # d_g may lie where other threads have just read G
     store_rows(d_g + (first * HV + head) * K, HV * K, r, c, live, b_dg, K, KP)

@@ -91,9 +91,9 @@ def _prepare(
 
 
 def _kept(p: Plan, keep: bool) -> list[Tensor]:
-    """Memory for what the backward needs: S, E, W, P, then norms, and `drop` for a channel decay, else G.
+    """Memory for what the backward needs: S, E, W, P, then β, norms, and `drop` for a channel decay, else G.
 
-    W and P are needed in any case.
+    All but S and E are needed in any case.
     """
     delta = p.tiles if p.delta else 0
     kept = [
@@ -102,7 +102,12 @@ def _kept(p: Plan, keep: bool) -> list[Tensor]:
         p.empty(delta, p.C, p.C),
         p.empty(p.tiles, p.C, p.C),
     ]
-    return [*kept, p.norms(), p.floats(p.tiles, p.C) if p.channel else p.empty(p.tiles, p.C, dtype=p.wide)]
+    return [
+        *kept,
+        p.floats(delta, p.C),
+        p.norms(),
+        p.floats(p.tiles, p.C) if p.channel else p.empty(p.tiles, p.C, dtype=p.wide),
+    ]
 
 
 def _results(p: Plan, v: Tensor, float32_output: bool) -> list[Tensor]:
@@ -133,7 +138,7 @@ def _forward(
     )
     p = plan_for(q, k, v, g, A_log, dt_bias, cu_seqlens, scale, rule, decay, l2norm, sigmoid)
     o, state = _results(p, v, float32_output)
-    S, E, W, P, norms, other = kept = _kept(p, keep)
+    S, E, W, P, strengths, norms, other = kept = _kept(p, keep)
     launch = launcher(p, keep, float32_output, types(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens))
     with torch.cuda.device_of(q):  # where Triton launches
         chunks, offsets = p.order(cu_seqlens)
@@ -142,11 +147,11 @@ def _forward(
         if p.channel:
             made = _prepare(p, launch, (q, k, g, A_log, dt_bias), norms, chunks, known=False)
             queries, keys, G, drop = made["q_in"], made["k_out"], made["G"], other
-        pairs = (q, k, g, beta, A_log, dt_bias, G, drop, norms, W, P, chunks)
+        pairs = (q, k, g, beta, A_log, dt_bias, G, drop, norms, strengths, W, P, chunks)
         launch(pairs_kernel, (p.tiles,), (*pairs, *p.sizes), p.pairs)
         scan = (
-            queries, made.get("k_in"), keys, made.get("total"), G, norms, v, W, P, o, S, E, initial_state, state,
-            cu_seqlens, offsets,
+            queries, made.get("k_in"), keys, made.get("total"), G, norms, v, strengths, W, P, o, S, E, initial_state,
+            state, cu_seqlens, offsets,
         )  # fmt: skip
         flags = {"KEEP": keep, "INITIAL": initial_state is not None}
         launch(scan_kernel, (p.N * p.HV, p.slices["scan"]), (*scan, *p.sizes), p.scan | flags)
@@ -178,7 +183,7 @@ def _backward(
         d_o, d_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens
     )
     p = plan_for(q, k, v, g, A_log, dt_bias, cu_seqlens, scale, rule, decay, l2norm, sigmoid)
-    S, E, W, P, norms, other = saved
+    S, E, W, P, strengths, norms, other = saved
     d_beta, d_initial = _like(beta), _like(initial_state)
     d_v, dS = p.empty(*v.shape), p.empty(p.tiles, p.VP, p.KP)
     launch = launcher(
@@ -192,8 +197,8 @@ def _backward(
             made = _prepare(p, launch, (q, k, g, A_log, dt_bias), norms, chunks, known=True)
             queries, keys, G = made["q_in"], made["k_out"], made["G"]
         scan = (
-            queries, made.get("k_in"), keys, made.get("total"), G, norms, W, P, d_o, d_v, dS, d_state, d_initial,
-            cu_seqlens, offsets,
+            queries, made.get("k_in"), keys, made.get("total"), G, norms, strengths, W, P, d_o, d_v, dS, d_state,
+            d_initial, cu_seqlens, offsets,
         )  # fmt: skip
         flags = {"FINAL": d_state is not None, "INITIAL": initial_state is not None}
         launch(reverse_scan_kernel, (p.N * p.HV, p.slices["reverse_scan"]), (*scan, *p.sizes), p.reverse_scan | flags)
@@ -207,8 +212,7 @@ def _backward(
                 p.empty(delta, p.C, p.C),
                 p.empty(p.tiles, p.C, p.C // 2),
                 p.empty(delta, p.C, p.C // 2),
-                p.floats(p.tiles, p.C),  # their diagonal
-                p.floats(p.tiles, 2, p.C),  # products of rows with their gradients
+                p.floats(p.tiles if p.dots else 0, 2, p.C),  # products of rows with their gradients
             ]
             arguments = (v, beta, o, d_o, d_v, E, norms, *pairs, d_beta, chunks)
             launch(pair_gradients_kernel, (p.tiles,), (*arguments, *p.sizes), p.pair_gradients)
@@ -217,13 +221,13 @@ def _backward(
         d_q, d_k = (p.empty(p.B, p.T, p.HV, p.K, dtype=torch.float32 if grouped else q.dtype) for _ in range(2))
         # The gradient of a float32 gate is written over the cumulative gate.
         d_g = G if p.channel and g is not None and G.dtype == g.dtype else _like(g)
-        partial = 0 if A_log is None else p.tiles * p.KP if p.channel else p.tiles
-        d_rate, d_bias = sums = p.floats(2, partial)
-        results = (d_q, d_k, d_g, d_rate, d_bias) if p.channel else (d_q, d_k, d_g, d_beta, d_rate, d_bias)
+        slices = p.slices["gradients"] if p.channel else 1
+        biases = p.KP if p.channel else 1
+        sums = p.floats(0 if A_log is None else p.tiles, biases + slices)
+        results = (d_q, d_k, d_g, sums) if p.channel else (d_q, d_k, d_g, d_beta, sums)
         if p.channel:
             arguments = (q, k, g, A_log, dt_bias, G, other, v, d_o, d_v, E, S, dS, norms, *pairs, *results, chunks)
-            grid = (p.tiles * p.slices["gradients"],)
-            launch(channel_gradients_kernel, grid, (*arguments, *p.sizes), p.gradients)
+            launch(channel_gradients_kernel, (p.tiles * slices,), (*arguments, *p.sizes), p.gradients)
         else:
             arguments = (q, k, g, beta, A_log, dt_bias, G, v, o, d_o, d_v, E, S, dS, P, norms, *results, chunks)
             launch(scalar_gradients_kernel, (p.tiles,), (*arguments, *p.sizes), p.gradients)
@@ -231,11 +235,11 @@ def _backward(
         d_q, d_k = (x.unflatten(2, (p.H, -1)).sum(3).to(q.dtype) for x in (d_q, d_k))
     d_A_log = d_dt_bias = None
     if A_log is not None:
-        by_rate, by_bias = sums.view(2, p.chunks, p.HV, -1).sum(1)
-        d_A_log = by_rate.sum(1).to(A_log.dtype)
+        by_head = sums.view(p.chunks, p.HV, -1).sum(0)
+        d_A_log = by_head[:, biases:].sum(1).to(A_log.dtype)
         if dt_bias is not None:
             # A copy: no result of an operator may be a part of another tensor.
-            d_dt_bias = by_bias[:, : p.K].to(dt_bias.dtype, copy=True).reshape(-1)
+            d_dt_bias = by_head[:, : p.K if p.channel else 1].to(dt_bias.dtype, copy=True).reshape(-1)
     return [d_q, d_k, d_v.to(v.dtype), d_g, d_beta, d_A_log, d_dt_bias, d_initial]
 
 

@@ -24,8 +24,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 NORM_EPS = tl.constexpr(1e-6)  # under the root of the query and key norm, as in kernels.ops
 # A token's log2-decay is cut here: 2⁻⁶⁴ is nothing beside float32's 2⁻²⁴, and −inf becomes a number.
 STRONGEST = tl.constexpr(-64.0)
-# |β| is at least this inside the delta rule, so that E / β is defined. Writes of 2⁻⁶⁰ v are invisible.
-WEAKEST = tl.constexpr(2.0**-60)
+# |β| is at least this inside the delta rule, so that E / β is defined. Writes of 2⁻⁴⁰ v are invisible beside float32's
+# 2⁻²⁴, and β² is far from the smallest number.
+WEAKEST = tl.constexpr(2.0**-40)
 
 
 @triton.jit
@@ -105,15 +106,21 @@ def decayed(x, decay, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def locate(chunk, T, NT, chunks, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token of a chunk, counted through the batch, and its number of tokens (0 for an unused chunk)."""
+def locate(chunk, T, NT, chunks, C: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr):
+    """First token of a chunk, counted through the batch, and its number of tokens (0 for an unused chunk).
+
+    With FULL it is known to be C while compiling: then LLVM drops the masks of all rows.
+    """
     if PACKED:
         first = tl.load(chunks + 2 * chunk)
         length = tl.load(chunks + 2 * chunk + 1).to(tl.int32)
     else:
         n = chunk % NT
         first = (chunk // NT).to(tl.int64) * T + n * C
-        length = tl.minimum(C, T - n * C)
+        if FULL:
+            length = tl.full((), C, tl.int32)
+        else:
+            length = tl.minimum(C, T - n * C)
     return first, length
 
 

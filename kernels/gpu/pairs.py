@@ -3,22 +3,23 @@
 
     P_ij = scale · Σ_c q̂_ic k̂_jc 2^(G_ic − G_jc), i ≥ j
     A_ij =         Σ_c k̂_ic k̂_jc 2^(G_ic − G_jc), i > j
-    W    = (I + diag(β) A)⁻¹ diag(β)                                     so that E = W (V − K̃ S)
+    W    = (I + diag(β) A)⁻¹                                             so that E = W diag(β) (V − K̃ S)
 
 Without a channel decay 2^(G_i − G_j) multiplies a plain product. With one, it has to be split between two operands, and
 2^(−G_j) overflows. How it is split depends on where the pair lies:
 
-    across   the halves of the chunk: 2^(G_i − G_a) meets 2^(G_a − G_j), a the first token of the right half. Neither
-             exceeds 1, whatever the gate.
-    near     in one half: 2^(G_i − G_a + SHIFT) meets 2^(G_a − G_j − SHIFT), a its first token, so that both stay in the
-             range of exponents. Right as long as no channel has fallen by more than 2^LIMIT between a and j, which is
-             `drop`; else
+    across   the halves of the chunk, at the origin of the right half (below): the later token has fallen from it, the
+             earlier one has not reached it, whatever the gate.
+    near     in one half: 2^(G_i − O) meets 2^(O − G_j), O = G_a − SHIFT the half's origin, a its first token, so that
+             both stay in the range of exponents. Right as long as no channel has fallen by more than 2^LIMIT between a
+             and j, which is `drop`; else
     by level in the halves of a block of 2, 4, … tokens, across its middle. Only for chunks with such a j.
 
 Which way a pair goes, and all that enters it, is known at its later token i: no rounding depends on the future.
 
 The inverse doubles blocks: X ← X − X L X, L what lies between the two halves of each block. One program per chunk and
-value head; q, k, G are read once (and for each level again, from the cache), P and W written.
+value head; q, k, G are read once (and for each level again, from the cache), P, W and β written. β stays out of W, so
+that W's diagonal is exact: rounded there, β would be wrong in E and in dV alike, and twice in its own gradient.
 """
 
 import triton
@@ -41,15 +42,19 @@ from kernels.gpu.prepare import row_norms
 
 
 @triton.jit
-def later_power(fall, SHIFT: tl.constexpr):
-    """What a token is multiplied by as the later one of a pair that meets where it has fallen from."""
-    return exp2(tl.minimum(fall, 0.0) + SHIFT)
+def later_exponent(b_G, origin, SHIFT: tl.constexpr, FULL: tl.constexpr):
+    """log2 of what a token is multiplied by as the later one of a pair that meets at `origin`."""
+    exponent = (b_G - origin).to(tl.float32)
+    if FULL:
+        return exponent
+    else:
+        return tl.minimum(exponent, SHIFT)  # behind the chunk's end G is zero
 
 
 @triton.jit
-def earlier_power(anchor, b_G, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
-    """What a token is multiplied by as the earlier one of a pair that meets at `anchor`."""
-    return exp2(tl.minimum((anchor - b_G).to(tl.float32), LIMIT) - SHIFT)
+def earlier_power(b_G, origin, most):
+    """What a token is multiplied by as the earlier one of a pair that meets at `origin`: at most 2^`most`."""
+    return exp2(tl.minimum((origin - b_G).to(tl.float32), most))
 
 
 @triton.jit
@@ -59,6 +64,14 @@ def product(a, b, PRECISION: tl.constexpr):
         return tl.dot(a.to(tl.float16), b.to(tl.float16))
     else:
         return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def doubled(x, a, level, INVERSE: tl.constexpr):
+    """The inverse by blocks of 2^(level + 1) tokens, from that by blocks of half as many."""
+    half = tl.arange(0, x.shape[0]) >> level
+    chosen = tl.where((half & 1) == 1, half - 1, -1)[:, None] == half[None, :]
+    return x - product(product(x, tl.where(chosen, a, 0.0), INVERSE), x, INVERSE)
 
 
 @triton.jit
@@ -89,6 +102,7 @@ def pairs_kernel(
     G,  # [B, T, HV, K] for a channel decay, else [tiles, C], written; also what follows
     drop,  # [tiles, C], for a channel decay
     norms,  # [tiles, 2, C], with L2NORM: 1/‖q‖, 1/‖k‖
+    strengths,  # [tiles, C]: β, delta rule
     W,  # [tiles, C, C]
     P,
     chunks,
@@ -112,6 +126,7 @@ def pairs_kernel(
     GATE: tl.constexpr,
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
+    FULL: tl.constexpr,
     OPERAND: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -119,7 +134,7 @@ def pairs_kernel(
 ):
     tile = tl.program_id(0).to(tl.int64)
     head = (tile % HV).to(tl.int32)
-    first, length = locate(tl.program_id(0) // HV, T, NT, chunks, C, PACKED)
+    first, length = locate(tl.program_id(0) // HV, T, NT, chunks, C, PACKED, FULL)
     q += (first * H + head // (HV // H)) * K
     k += (first * H + head // (HV // H)) * K
     r = tl.arange(0, C)
@@ -134,7 +149,7 @@ def pairs_kernel(
         p_right = tl.zeros((C, C), tl.float32)
         a_right = tl.zeros((C, C), tl.float32)
         diagonal = tl.zeros((C,), tl.float32)
-        b_drop = tl.zeros((C,), tl.float32)
+        lowest = tl.full((C,), SHIFT, tl.float32)
         for start in tl.static_range(0, KP, BK):
             c = start + tl.arange(0, BK)
             b_q = load_rows(q, H * K, r, c, live, K, KP)
@@ -143,29 +158,29 @@ def pairs_kernel(
             if start == 0:  # behind the others, so that their waiting is one
                 norm_q, norm_k = load_norms(norms, tile, C, L2NORM)
             diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-            to_left = load_row(G, HV * K, 0, c, length, K)[None, :]
-            to_right = load_row(G, HV * K, HALF, c, length, K)[None, :]
-            fall = (b_G - tl.where(right[:, None], to_right, to_left)).to(tl.float32)
-            b_drop = tl.maximum(b_drop, tl.max(-fall, 1))
-            down = later_power(fall, SHIFT)
+            of_left = load_row(G, HV * K, 0, c, length, K)[None, :] - SHIFT
+            of_right = load_row(G, HV * K, HALF, c, length, K)[None, :] - SHIFT
+            exponent = later_exponent(b_G, tl.where(right[:, None], of_right, of_left), SHIFT, FULL)
+            lowest = tl.minimum(lowest, tl.min(exponent, 1))
+            down = exp2(exponent)
             q_down = (b_q * down).to(OPERAND)
             k_down = (b_k * down).to(OPERAND)
-            columns = tl.trans((b_k * earlier_power(to_left, b_G, LIMIT, SHIFT)).to(OPERAND))
-            p = tl.dot(q_down, columns, acc=p, input_precision=PRECISION)
+            to_left = tl.trans((b_k * earlier_power(b_G, of_left, LIMIT - SHIFT)).to(OPERAND))
+            to_right = tl.trans((b_k * earlier_power(b_G, of_right, LIMIT - SHIFT)).to(OPERAND))
+            p = tl.dot(q_down, to_left, acc=p, input_precision=PRECISION)
+            p_right = tl.dot(q_down, to_right, acc=p_right, input_precision=PRECISION)
             if DELTA:
-                a = tl.dot(k_down, columns, acc=a, input_precision=PRECISION)
-            columns = tl.trans((b_k * earlier_power(to_right, b_G, LIMIT, SHIFT)).to(OPERAND))
-            p_right = tl.dot(q_down, columns, acc=p_right, input_precision=PRECISION)
-            if DELTA:
-                a_right = tl.dot(k_down, columns, acc=a_right, input_precision=PRECISION)
+                a = tl.dot(k_down, to_left, acc=a, input_precision=PRECISION)
+                a_right = tl.dot(k_down, to_right, acc=a_right, input_precision=PRECISION)
+        b_drop = SHIFT - lowest
         tl.store(drop + tile * C + r, b_drop)
         across = right[:, None] & (r < HALF)[None, :]
         chosen = (r[:, None] > r[None, :]) & ((b_drop <= LIMIT)[None, :] | across)
         p = tl.where(chosen, tl.where(right[:, None], p_right, p), 0.0)
         a = tl.where(chosen, tl.where(right[:, None], a_right, a), 0.0)
         # Blocks of 2^(level + 1) tokens, for earlier tokens that are not near.
-        lowest = tl.where(tl.max(b_drop, 0) > LIMIT, 0, LEVELS - 1)
-        for level in tl.range(lowest, LEVELS - 1):
+        first_level = tl.where(tl.max(b_drop, 0) > LIMIT, 0, LEVELS - 1)
+        for level in tl.range(first_level, LEVELS - 1):
             half = r >> level
             anchors = (((half >> 1) << 1) << level) + (1 << level) - 1
             p_level = tl.zeros((C, C), tl.float32)
@@ -215,13 +230,16 @@ def pairs_kernel(
     if DELTA:
         b_beta = tl.load(beta + (first + r) * HV + head, mask=r < length, other=0.0).to(tl.float32)
         b_beta = floored(write_strength(b_beta, SIGMOID))
+        tl.store(strengths + tile * C + r, b_beta)
         a *= (b_beta * norm_k)[:, None] * norm_k[None, :]
         if INVERSE == "fp16":
             a = tl.minimum(tl.maximum(a, -60000.0), 60000.0)
         odd = tl.where((r & 1) == 1, r - 1, -1)
         x = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - tl.where(odd[:, None] == r[None, :], a, 0.0)
-        for level in tl.range(1, LEVELS):
-            half = r >> level
-            chosen = tl.where((half & 1) == 1, half - 1, -1)[:, None] == half[None, :]
-            x -= product(product(x, tl.where(chosen, a, 0.0), INVERSE), x, INVERSE)
-        tl.store(W + at, (x * b_beta[None, :]).to(W.dtype.element_ty))
+        if INVERSE == "fp16":  # unrolled: what is chosen is then known while compiling
+            for level in tl.static_range(1, LEVELS):
+                x = doubled(x, a, level, INVERSE)
+        else:
+            for level in tl.range(1, LEVELS):
+                x = doubled(x, a, level, INVERSE)
+        tl.store(W + at, x.to(W.dtype.element_ty))

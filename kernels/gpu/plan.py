@@ -60,7 +60,9 @@ class Plan:
         self.chunks = T // self.C + N if packed else B * self.NT
         self.tiles = self.chunks * HV
 
-        common = {"C": self.C, "DELTA": self.delta, "PACKED": packed, "HV": HV}
+        # Known while compiling, but for sizes that a compiler has left open.
+        full = isinstance(T, int) and T % self.C == 0 and not packed
+        common = {"C": self.C, "DELTA": self.delta, "PACKED": packed, "FULL": full, "HV": HV}
         gates = {"GATE": gate, "BIAS": bias}
         precision = "tf32x3" if exact else "tf32"
         products = {"OPERAND": _TRITON[self.operand], "PRECISION": precision}
@@ -76,11 +78,13 @@ class Plan:
         scan = common | products | keys | values | kind | norm
         self.scan = scan | self._options(self.launch.scan, BV=self.VP, stages=True)
         self.reverse_scan = scan | self._options(self.launch.reverse_scan, BV=self.VP, stages=True)
-        self.pair_gradients = common | products | values | norm | strength
-        self.pair_gradients |= self._options(self.launch.pair_gradients, BV=self.VP)
         self.gradients = common | gates | products | keys | values | norm
         self.gradients |= levels if self.channel else {"GATED": gated} | strength
         self.gradients |= self._options(self.launch.gradients, BK=self.KP, BV=self.VP, stages=True)
+        # A program of the gradients that has all key channels sums them itself.
+        self.dots = l2norm and self.gradients["BK"] < self.KP
+        self.pair_gradients = common | products | values | norm | strength | {"DOTS": self.dots}
+        self.pair_gradients |= self._options(self.launch.pair_gradients, BV=self.VP)
 
     @staticmethod
     def _options(
@@ -90,6 +94,8 @@ class Plan:
         STAGES itself: Triton's num_stages would pipeline all loops.
         """
         options = {"num_warps": launch.warps, "num_stages": 1}
+        if launch.registers:
+            options["maxnreg"] = launch.registers
         if BK is not None:
             options["BK"] = min(BK, launch.keys)
         if BV is not None:

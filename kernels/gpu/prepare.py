@@ -74,12 +74,13 @@ def prepare_kernel(
     GATE: tl.constexpr,
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
+    FULL: tl.constexpr,
     KNOWN: tl.constexpr,
 ):
     tile = (tl.program_id(0) // (KP // BK)).to(tl.int64)
     part = tl.program_id(0) % (KP // BK)
     head = (tile % HV).to(tl.int32)
-    first, length = locate((tile // HV).to(tl.int32), T, NT, chunks, C, PACKED)
+    first, length = locate((tile // HV).to(tl.int32), T, NT, chunks, C, PACKED, FULL)
     q += (first * H + head // (HV // H)) * K
     k += (first * H + head // (HV // H)) * K
     r = tl.arange(0, C)

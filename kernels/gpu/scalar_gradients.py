@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gradients of q, k, g and β under a scalar decay or none: see pair_gradients.py for the equations.
+"""Gradients of q, k, g and β under a scalar decay or none: see gradients.py for the equations.
 
 The decay between two tokens is one number: dg of what lies between them comes from products that are already there,
 Z ⊙ P and M ⊙ A, and no key channel takes part. One program per chunk and value head.
@@ -19,42 +19,7 @@ from kernels.gpu.common import (
     store_rows,
     write_strength,
 )
-from kernels.gpu.pair_gradients import write_gradient
-
-
-@triton.jit
-def trace(x):
-    """The sum of a square matrix's diagonal."""
-    i = tl.arange(0, x.shape[0])
-    return tl.sum(tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), 1), 0)
-
-
-@triton.jit
-def value_rows(
-    v,
-    d_o,
-    d_v,
-    E,
-    rows,
-    r,
-    vc,
-    live,
-    tile,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    DELTA: tl.constexpr,
-    OPERAND: tl.constexpr,
-):
-    """dO, dV (of the delta rule) and E of a chunk, for the value channels vc."""
-    b_do = load_rows(d_o + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
-    b_dv = b_do
-    if DELTA:
-        b_dv = load_rows(d_v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
-        b_E = tl.load(E + tile * live.shape[0] * VP + r[:, None] * VP + vc[None, :])
-    else:
-        b_E = load_rows(v + rows, HV * V, r, vc, live, V, VP).to(OPERAND)
-    return b_do, b_dv, b_E
+from kernels.gpu.gradients import diagonal, row_dots, value_rows, write_gradient
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -79,8 +44,7 @@ def scalar_gradients_kernel(
     d_k,
     d_g,  # [B, T, HV]
     d_beta,
-    d_rate,  # [tiles]
-    d_bias,
+    sums,  # [tiles, 2], with GATE: the chunk's gradients of dt_bias and of A_log
     chunks,
     scale,
     T,
@@ -101,13 +65,14 @@ def scalar_gradients_kernel(
     GATE: tl.constexpr,
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
+    FULL: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
     head = (tile % HV).to(tl.int32)
-    first, length = locate(tl.program_id(0) // HV, T, NT, chunks, C, PACKED)
+    first, length = locate(tl.program_id(0) // HV, T, NT, chunks, C, PACKED, FULL)
     r = tl.arange(0, C)
     live = r < length
     q += (first * H + head // (HV // H)) * K
@@ -117,12 +82,8 @@ def scalar_gradients_kernel(
     # The pairs' gradients.
     z = tl.zeros((C, C), tl.float32)
     m = tl.zeros((C, C), tl.float32)
-    error_dot = tl.zeros((C,), tl.float32)
-    inverse = tl.full((C,), 1.0, tl.float32)
     if DELTA:
         raw_beta = tl.load(beta + (first + r) * HV + head, mask=live, other=0.0).to(tl.float32)
-        b_beta = floored(write_strength(raw_beta, SIGMOID))
-        inverse = 1.0 / b_beta
     if BV == VP:  # read once, for all of the products
         vc = tl.arange(0, BV)
         b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, OPERAND)
@@ -137,19 +98,19 @@ def scalar_gradients_kernel(
             vc = start + tl.arange(0, BV)
             b_do, b_dv, b_E = value_rows(v, d_o, d_v, E, rows, r, vc, live, tile, HV, V, VP, DELTA, OPERAND)
         if DELTA:
-            error_dot += tl.sum((b_dv * inverse[:, None]) * (b_E * inverse[:, None]), 1)
             m = tl.dot(b_dv, tl.trans(b_E), acc=m, input_precision=PRECISION)
         z = tl.dot(b_do, tl.trans(b_E), acc=z, input_precision=PRECISION)
 
-    o_dot = tl.zeros((C,), tl.float32)
-    v_dot = tl.zeros((C,), tl.float32)
+    if DELTA:
+        b_beta = floored(write_strength(raw_beta, SIGMOID))
+        b_dbeta = diagonal(m) / (b_beta * b_beta)
+        d_raw = write_gradient(b_dbeta, raw_beta, SIGMOID)
+        tl.store(d_beta + (first + r) * HV + head, d_raw.to(d_beta.dtype.element_ty), mask=live)
     if L2NORM:
-        for start in tl.range(0, VP, 64):
-            few = start + tl.arange(0, 64)  # at a time: in float32 they take registers
-            b_o = load_rows(o + rows, HV * V, r, few, live, V, VP).to(tl.float32)
-            o_dot += tl.sum(b_o * load_rows(d_o + rows, HV * V, r, few, live, V, VP).to(tl.float32), 1)
-            b_v = load_rows(v + rows, HV * V, r, few, live, V, VP).to(tl.float32)
-            v_dot += tl.sum(b_v * load_rows(d_v + rows, HV * V, r, few, live, V, VP).to(tl.float32), 1)
+        dot_q = row_dots(o, d_o, rows, r, live, HV, V, VP)
+        dot_k = row_dots(v, d_v, rows, r, live, HV, V, VP)
+        if DELTA:
+            dot_k = 2.0 * b_beta * b_dbeta - dot_k
     reading = norm_q * scale
     entering = norm_k
     leaving = norm_k
@@ -198,9 +159,6 @@ def scalar_gradients_kernel(
         # Rows for the key of an error, columns for that of a write: both meet k.
         m += m_t * tl.where(r[:, None] < r[None, :], down, 0.0)
         m = (m * (-norm_k[:, None] * norm_k[None, :])).to(OPERAND)
-        d_raw = write_gradient(error_dot, raw_beta, SIGMOID)
-        tl.store(d_beta + (first + r) * HV + head, d_raw.to(d_beta.dtype.element_ty), mask=r < length)
-        v_dot = 2.0 * b_beta * error_dot - v_dot
 
     # Σ S ⊙ dS as the trace of a product: so bf16 operands are never looked at outside of the tensor core, which sums
     # their products in float32, too. Float32 operands would be split in three.
@@ -248,13 +206,13 @@ def scalar_gradients_kernel(
         b_dq = tl.dot(z, b_k.to(OPERAND), acc=b_dq, input_precision=PRECISION)
         b_dk = tl.dot(z_t, b_q.to(OPERAND), acc=b_dk, input_precision=PRECISION)
         if L2NORM:
-            b_dq -= b_q * (norm_q * norm_q * o_dot)[:, None]
-            b_dk -= b_k * (norm_k * norm_k * v_dot)[:, None]
+            b_dq -= b_q * (norm_q * norm_q * dot_q)[:, None]
+            b_dk -= b_k * (norm_k * norm_k * dot_k)[:, None]
         store_rows(d_q + (first * HV + head) * K, HV * K, r, c, live, b_dq, K, KP)
         store_rows(d_k + (first * HV + head) * K, HV * K, r, c, live, b_dk, K, KP)
     if GATED:
         if BY_TRACE:
-            d_end = trace(d_end)
+            d_end = tl.sum(diagonal(d_end), 0)
         else:
             d_end = tl.sum(d_end, 0)
         b_dg = tl.cumsum(b_dG, 0, reverse=True)
@@ -266,6 +224,6 @@ def scalar_gradients_kernel(
                 bias = tl.load(dt_bias + head).to(tl.float32)
             rate = tl.exp(tl.load(A_log + head).to(tl.float32))
             b_dg, by_rate = gate_gradient(b_dg, raw + bias, rate, live)
-            tl.store(d_rate + tile, tl.sum(by_rate, 0))
-            tl.store(d_bias + tile, tl.sum(b_dg, 0))
+            tl.store(sums + tile * 2, tl.sum(b_dg, 0))
+            tl.store(sums + tile * 2 + 1, tl.sum(by_rate, 0))
         tl.store(d_g + (first + r) * HV + head, b_dg.to(d_g.dtype.element_ty), mask=r < length)

@@ -2,8 +2,8 @@
 """The chain of states over the chunks of a sequence, forward (with the output) and in reverse (with dV).
 
     forward                                       reverse, dS the gradient of the state that leaves
-    E  = W (V − K̃ S)      E = V (additive)        dE = Pᵀ dO + K̄ dS
-    O  = Q̃ S + P E                                dV = Wᵀ dE
+    E  = W β (V − K̃ S)    E = V (additive)        dE = Pᵀ dO + K̄ dS
+    O  = Q̃ S + P E                                dV = β Wᵀ dE
     S  ← 2^(G_C) ⊙ S + K̄ᵀ E                       dS ← 2^(G_C) ⊙ dS + Q̃ᵀ dO − K̃ᵀ dV
 
 Q̃, K̃, K̄ are q, k with their factors of gate and norm: made by `prepare` for a channel decay, else one number a token
@@ -96,6 +96,7 @@ def scan_kernel(
     G,  # [tiles, C], scalar decay
     norms,  # [tiles, 2, C]: 1/‖q‖, 1/‖k‖
     v,  # [B, T, HV, V]
+    strengths,  # [tiles, C]: β, delta rule
     W,  # [tiles, C, C]
     P,
     o,  # [B, T, HV, V], written; also what follows
@@ -123,6 +124,7 @@ def scan_kernel(
     KEEP: tl.constexpr,
     INITIAL: tl.constexpr,
     PACKED: tl.constexpr,
+    FULL: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -145,9 +147,11 @@ def scan_kernel(
     for i in tl.range(0, count, num_stages=STAGES):
         tile = (chunk + i).to(tl.int64) * HV + head
         token = first + i * C
-        live = r < length - i * C
+        live = r < (C if FULL else length - i * C)
         b_v = load_rows(v + (token * HV + head) * V, HV * V, r, vc, live, V, VP)
         b_P = tl.load(P + tile * C * C + at_c)
+        if DELTA:
+            b_beta = tl.load(strengths + tile * C + r)[None, :]
         b_state = state.to(OPERAND)
         if KEEP:
             tl.store(S + tile * VP * KP + at_state, b_state)
@@ -168,7 +172,8 @@ def scan_kernel(
                 error = tl.dot(b_state, tl.trans(b_k_in), input_precision=PRECISION)
             else:
                 error = tl.dot(b_state, tl.trans(b_k), input_precision=PRECISION) * entering
-            error = exact_dot(tl.trans(b_v).to(tl.float32) - error, tl.trans(b_W), OPERAND, PRECISION)  # [BV, C]
+            error = tl.trans(b_v).to(tl.float32) * b_beta - error * b_beta
+            error = exact_dot(error, tl.trans(b_W), OPERAND, PRECISION)  # [BV, C]
             b_E = error.to(OPERAND)
             if KEEP:
                 tl.store(E + tile * C * VP + r[:, None] * VP + vc[None, :], tl.trans(b_E))
@@ -200,6 +205,7 @@ def reverse_scan_kernel(
     total,
     G,
     norms,
+    strengths,
     W,
     P,
     d_o,  # [B, T, HV, V]
@@ -227,6 +233,7 @@ def reverse_scan_kernel(
     FINAL: tl.constexpr,
     INITIAL: tl.constexpr,
     PACKED: tl.constexpr,
+    FULL: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -250,7 +257,7 @@ def reverse_scan_kernel(
         i = count - 1 - j
         tile = (chunk + i).to(tl.int64) * HV + head
         token = first + i * C
-        live = r < length - i * C
+        live = r < (C if FULL else length - i * C)
         b_do = tl.trans(load_rows(d_o + (token * HV + head) * V, HV * V, r, vc, live, V, VP)).to(OPERAND)
         b_P = tl.load(P + tile * C * C + at_c)
         b_dS = d_state.to(OPERAND)
@@ -269,7 +276,7 @@ def reverse_scan_kernel(
         d_E = tl.dot(b_do, b_P, acc=d_E, input_precision=PRECISION)
         if DELTA:
             b_W = tl.load(W + tile * C * C + at_c)
-            d_write = exact_dot(d_E, b_W, OPERAND, PRECISION)
+            d_write = exact_dot(d_E, b_W, OPERAND, PRECISION) * tl.load(strengths + tile * C + r)[None, :]
         else:
             d_write = d_E
         store_rows(d_v + (token * HV + head) * V, HV * V, r, vc, live, tl.trans(d_write.to(OPERAND)), V, VP)

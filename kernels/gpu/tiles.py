@@ -21,6 +21,7 @@ class Launch:
     stages: int = 1  # of its loop over chunks or value channels
     keys: int = 64  # key channels at a time
     values: int = 64  # value channels at a time
+    registers: int | None = None  # at most, of a thread
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,16 @@ _KDA_128 = Tiles(
     prepare=Launch(keys=32),
     scan=Launch(8, 2, values=128),
     reverse_scan=Launch(8, 2, values=128),
+    pair_gradients=Launch(registers=168),
     gradients=Launch(values=128),
 )
-_KDA_64 = Tiles(prepare=Launch(keys=32), scan=Launch(stages=2), reverse_scan=Launch(stages=3))
+_KDA_64 = Tiles(
+    pairs=Launch(registers=168),
+    prepare=Launch(keys=32),
+    scan=Launch(stages=2),
+    reverse_scan=Launch(stages=3),
+    pair_gradients=Launch(registers=128),
+)
 _LINEAR_128 = Tiles(scan=Launch(8, 3, values=128), reverse_scan=Launch(8, 3, values=128), gradients=Launch(values=128))
 TABLE: dict[Key, Tiles] = {
     (90, 64, "additive", "none"): Tiles(scan=Launch(stages=2), reverse_scan=Launch(stages=2)),

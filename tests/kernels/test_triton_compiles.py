@@ -38,54 +38,61 @@ from kernels.gpu.tiles import FLOAT32, HALF, HALF_256, TABLE, WIDEST, Key, Tiles
 # They depend on the compiler: they hold for TRITON alone.
 TRITON = "3.7.1"
 SPILLS: dict[str, int] = {
-    "default-sm80-bf16-128-delta-channel-pairs_kernel": 448,
+    "default-sm80-bf16-128-delta-channel-pairs_kernel": 1088,
     "default-sm80-bf16-128-delta-channel-scan_kernel": 64,
-    "default-sm80-bf16-128-delta-channel-pair_gradients_kernel": 64,
-    "default-sm80-bf16-128-delta-channel-channel_gradients_kernel": 1344,
+    "default-sm80-bf16-128-delta-channel-channel_gradients_kernel": 1472,
     "default-sm80-bf16-128-delta-scalar-scan_kernel": 64,
-    "default-sm80-bf16-128-delta-scalar-scalar_gradients_kernel": 1344,
+    "default-sm80-bf16-128-delta-scalar-scalar_gradients_kernel": 1408,
     "default-sm80-bf16-256-delta-channel-pairs_kernel": 64,
-    "default-sm80-bf16-256-delta-channel-scan_kernel": 1856,
-    "default-sm80-bf16-256-delta-scalar-scan_kernel": 1856,
-    "default-sm80-bf16-256-delta-scalar-scalar_gradients_kernel": 128,
-    "default-sm90-bf16-256-delta-channel-pairs_kernel": 64,
-    "default-sm90-bf16-256-delta-channel-scan_kernel": 1152,
+    "default-sm80-bf16-256-delta-channel-scan_kernel": 1920,
+    "default-sm80-bf16-256-delta-channel-channel_gradients_kernel": 256,
+    "default-sm80-bf16-256-delta-scalar-scan_kernel": 960,
+    "default-sm80-bf16-256-delta-scalar-scalar_gradients_kernel": 192,
+    "default-sm90-bf16-256-delta-channel-pairs_kernel": 128,
+    "default-sm90-bf16-256-delta-channel-scan_kernel": 1216,
+    "default-sm90-bf16-256-delta-channel-channel_gradients_kernel": 64,
+    "default-sm100-bf16-128-delta-channel-pairs_kernel": 64,
     "default-sm100-bf16-128-delta-channel-scan_kernel": 64,
-    "default-sm100-bf16-128-delta-channel-channel_gradients_kernel": 1792,
+    "default-sm100-bf16-128-delta-channel-channel_gradients_kernel": 1536,
     "default-sm100-bf16-128-delta-scalar-scan_kernel": 64,
-    "default-sm100-bf16-128-delta-scalar-scalar_gradients_kernel": 1152,
-    "default-sm80-fp32-256-delta-scalar-pairs_kernel": 512,
-    "default-sm80-fp32-256-delta-scalar-scan_kernel": 6784,
-    "default-sm80-fp32-256-delta-scalar-reverse_scan_kernel": 18880,
-    "default-sm80-fp32-256-delta-scalar-scalar_gradients_kernel": 2368,
-    "default-sm90-fp32-128-delta-channel-pairs_kernel": 2112,
+    "default-sm100-bf16-128-delta-scalar-scalar_gradients_kernel": 960,
+    "default-sm80-fp32-256-delta-scalar-pairs_kernel": 640,
+    "default-sm80-fp32-256-delta-scalar-scan_kernel": 6656,
+    "default-sm80-fp32-256-delta-scalar-reverse_scan_kernel": 18944,
+    "default-sm80-fp32-256-delta-scalar-scalar_gradients_kernel": 2496,
+    "default-sm90-fp32-128-delta-channel-pairs_kernel": 3264,
     "default-sm90-fp32-128-delta-channel-reverse_scan_kernel": 320,
-    "default-sm90-fp32-128-delta-channel-pair_gradients_kernel": 512,
-    "default-sm90-fp32-128-delta-channel-channel_gradients_kernel": 2560,
+    "default-sm90-fp32-128-delta-channel-pair_gradients_kernel": 256,
+    "default-sm90-fp32-128-delta-channel-channel_gradients_kernel": 2624,
     "default-sm90-fp32-128-delta-scalar-pairs_kernel": 64,
     "default-sm90-fp32-128-delta-scalar-scan_kernel": 64,
     "default-sm90-fp32-128-delta-scalar-reverse_scan_kernel": 384,
-    "default-sm90-fp32-128-delta-scalar-scalar_gradients_kernel": 2432,
-    "default-sm100-fp32-128-delta-scalar-pairs_kernel": 128,
-    "default-sm100-fp32-128-delta-scalar-scan_kernel": 64,
+    "default-sm90-fp32-128-delta-scalar-scalar_gradients_kernel": 2496,
+    "default-sm100-fp32-128-delta-scalar-pairs_kernel": 64,
+    "default-sm100-fp32-128-delta-scalar-scan_kernel": 128,
     "default-sm100-fp32-128-delta-scalar-reverse_scan_kernel": 448,
-    "default-sm100-fp32-128-delta-scalar-scalar_gradients_kernel": 2560,
+    "default-sm100-fp32-128-delta-scalar-scalar_gradients_kernel": 2624,
+    "default-sm90-fp16-64-delta-channel-pairs_kernel": 64,
     "default-sm90-fp16-64-delta-channel-channel_gradients_kernel": 64,
-    "default-sm90-fp16-64-delta-scalar-scalar_gradients_kernel": 576,
-    "table-sm90-bf16-64-delta-channel-pairs_kernel": 64,
-    "table-sm90-bf16-64-delta-channel-channel_gradients_kernel": 512,
+    "default-sm90-fp16-64-delta-scalar-scalar_gradients_kernel": 640,
+    "table-sm90-bf16-64-delta-channel-pairs_kernel": 192,
+    "table-sm90-bf16-64-delta-channel-channel_gradients_kernel": 448,
+    "table-sm90-bf16-64-delta-channel-ragged-pairs_kernel": 640,
+    "table-sm90-bf16-64-delta-channel-ragged-channel_gradients_kernel": 512,
     "table-sm90-bf16-64-delta-scalar-scan_kernel": 64,
-    "table-sm90-bf16-64-delta-scalar-reverse_scan_kernel": 64,
-    "table-sm90-bf16-64-delta-scalar-scalar_gradients_kernel": 576,
-    "table-sm90-bf16-64-delta-none-scalar_gradients_kernel": 192,
-    "table-sm90-bf16-128-delta-channel-pairs_kernel": 448,
+    "table-sm90-bf16-64-delta-scalar-scalar_gradients_kernel": 384,
+    "table-sm90-bf16-64-additive-none-scalar_gradients_kernel": 64,
+    "table-sm90-bf16-64-delta-none-scalar_gradients_kernel": 128,
+    "table-sm90-bf16-128-delta-channel-pairs_kernel": 320,
+    "table-sm90-bf16-128-delta-channel-scan_kernel": 64,
     "table-sm90-bf16-128-delta-channel-channel_gradients_kernel": 512,
-    "table-sm90-bf16-128-delta-scalar-scan_kernel": 128,
+    "table-sm90-bf16-128-delta-channel-ragged-pairs_kernel": 512,
+    "table-sm90-bf16-128-delta-channel-ragged-scan_kernel": 64,
+    "table-sm90-bf16-128-delta-channel-ragged-channel_gradients_kernel": 640,
+    "table-sm90-bf16-128-delta-scalar-scan_kernel": 192,
     "table-sm90-bf16-128-delta-scalar-reverse_scan_kernel": 64,
-    "table-sm90-bf16-128-delta-scalar-scalar_gradients_kernel": 832,
-    "table-sm90-bf16-128-additive-none-scan_kernel": 64,
-    "table-sm90-bf16-128-delta-none-reverse_scan_kernel": 64,
-    "table-sm90-bf16-128-delta-none-scalar_gradients_kernel": 384,
+    "table-sm90-bf16-128-delta-scalar-scalar_gradients_kernel": 640,
+    "table-sm90-bf16-128-delta-none-scalar_gradients_kernel": 448,
 }
 
 KIB = 1024
@@ -145,9 +152,9 @@ def recorded() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
         JITFunction.run = run
 
 
-def operation(form: Any, dtype: torch.dtype, K: int, V: int, rule: str, decay: str) -> None:
+def operation(form: Any, T: int, dtype: torch.dtype, K: int, V: int, rule: str, decay: str) -> None:
     """Forward and backward with every option that the cell has. What they compute is not initialised."""
-    inputs = make_raw(rule, decay, 2, dtype=torch.float32, B=1, H=16, HV=16, K=K, V=V)
+    inputs = make_raw(rule, decay, T, dtype=torch.float32, B=1, H=16, HV=16, K=K, V=V)
     inputs = {name: x.to(dtype) if name in ("q", "k", "v", "beta") else x for name, x in inputs.items()}
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
@@ -155,10 +162,11 @@ def operation(form: Any, dtype: torch.dtype, K: int, V: int, rule: str, decay: s
     torch.autograd.grad(results, list(leaves.values()), [torch.ones_like(x) for x in results])
 
 
-def kernels_of(capability: int, limits: dict[int, int], tiles: Tiles, *sizes: Any) -> dict[str, Kernel]:
-    """By the kernel's name, with "again" where it runs a second time, in the backward."""
+def kernels_of(capability: int, limits: dict[int, int], tiles: Tiles, full: bool, *sizes: Any) -> dict[str, Kernel]:
+    """By the kernel's name, with "again" where it runs a second time, in the backward. Chunks are `full` or end early:
+    compiled for either."""
     with forced(tiles), recorded() as launches:
-        operation(chunkwise.chunk, *sizes)
+        operation(chunkwise.chunk, tiles.chunk if full else 2, *sizes)
     limit = limits[capability] * KIB
     found: dict[str, Kernel] = {}
     for f, arguments in launches:
@@ -182,16 +190,17 @@ def all_kernels() -> dict[str, Kernel]:
         for cell in cells:
             name = "-".join([f"default-sm{capability}", TYPES[dtype], str(width), *cell])
             tiles = FLOAT32 if dtype != torch.bfloat16 else HALF if width < WIDEST else HALF_256
-            of = kernels_of(capability, DEFAULT_SHARED, tiles, dtype, width, width, *cell)
+            of = kernels_of(capability, DEFAULT_SHARED, tiles, False, dtype, width, width, *cell)
             found |= {f"{name}-{kernel}": x for kernel, x in of.items()}
     for capability, width, *cell in table_entries():
         tiles = TABLE[capability, width, *cell]
-        name = "-".join([f"table-sm{capability}", "bf16", str(width), *cell])
-        of = kernels_of(capability, SHARED, tiles, torch.bfloat16, width, width, *cell)
-        found |= {f"{name}-{kernel}": x for kernel, x in of.items()}
+        for full in (True, False) if cell == [*CHANNEL] else (True,):
+            name = "-".join([f"table-sm{capability}", "bf16", str(width), *cell, *([] if full else ["ragged"])])
+            of = kernels_of(capability, SHARED, tiles, full, torch.bfloat16, width, width, *cell)
+            found |= {f"{name}-{kernel}": x for kernel, x in of.items()}
     for capability, width, cell in RECURRENT:
         with recorded() as launches:
-            operation(recurrence.recurrent, torch.bfloat16, width, width, *cell)
+            operation(recurrence.recurrent, 2, torch.bfloat16, width, width, *cell)
         function, arguments = launches[0]
         name = "-".join([f"sm{capability}-bf16", str(width), *cell, "recurrent"])
         found[name] = Kernel(function, arguments, capability, DEFAULT_SHARED[capability] * KIB)

@@ -1,7 +1,7 @@
 """The chunkwise Triton kernels, and what is common to both forms, in Triton's interpreter: see interpreter.py.
 
 The interpreter computes the products of bfloat16 wrongly: inputs here are float32. What else only bfloat16 has, chunks
-of 64 tokens (`chunk64`) and its range of exponents, is tried with these. test_kernels_gpu.py has the other dtypes,
+of 64 tokens (`chunk64`) and its range of exponents, is tried with these. test_chunk_gpu.py has the other dtypes,
 sizes and the real compiler.
 """
 
@@ -152,17 +152,20 @@ def test_any_gate(rule: str, decay: str, gate: str) -> None:
 
 @pytest.mark.parametrize("rule", ["additive", "delta"])
 @pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("T", [60, 64])
 @pytest.mark.usefixtures("chunk64")
-def test_any_gate_with_the_exponents_of_bfloat16(rule: str, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which pairs are near, and by how much their exponents are moved, differs between the dtypes."""
+def test_any_gate_with_the_exponents_of_bfloat16(rule: str, gate: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which pairs are near, and by how much their exponents are moved, differs between the dtypes. A full chunk
+    has no masks."""
     monkeypatch.setattr(plan, "NEAR_FLOAT32", plan.NEAR)
-    check(chunk, make(rule, "channel", 60, gate=gate), rule, "channel", limit=MOVED_ERROR)
+    check(chunk, make(rule, "channel", T, gate=gate), rule, "channel", limit=MOVED_ERROR)
 
 
 @cells
-def test_norm_gate_and_sigmoid(rule: str, decay: str) -> None:
+@pytest.mark.parametrize("T", [20, 32])
+def test_norm_gate_and_sigmoid(rule: str, decay: str, T: int) -> None:
     """In the kernels, with the gradients of A_log and dt_bias."""
-    inputs = make_raw(rule, decay, 20, dtype=torch.float32, **{**SMALL, "HV": 2})
+    inputs = make_raw(rule, decay, T, dtype=torch.float32, **{**SMALL, "HV": 2})
     check(chunk, inputs, rule, decay, **raw_options(inputs, negative=decay != "none"))
 
 
@@ -237,6 +240,7 @@ def test_future_never_changes_the_past(rule: str, decay: str) -> None:
     checks.assert_causal(chunk, make(rule, decay, 70), cuts, rule, decay)
     if decay == "channel":
         checks.assert_causal(chunk, make(rule, decay, 34, gate="zero to -20"), [9, 17, 33], rule, decay, "mild")
+        checks.assert_causal(chunk, make(rule, decay, 64, gate="zero to -20"), [9, 31, 33], rule, decay, "mild")
 
 
 @cells
