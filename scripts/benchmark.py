@@ -3,6 +3,7 @@
     python scripts/benchmark.py kernels                                  on a GPU against flash-linear-attention
     python scripts/benchmark.py kernels --device cpu                     against the token-by-token reference
     python scripts/benchmark.py kernels --ops kda --shapes 8x4096x16x128 --json kda.json --markdown
+    python scripts/benchmark.py kernels --ops kda --peer-processes 16 --peer-ms 12     minutes less for the peer's tuner
 
 Errors    First each op is compared at B=2 T=500 H=2, K = V = D of the shape, with the recurrence in float64 on the same
           rounded inputs: ‖out − ref‖ / ‖ref‖ of o, the last state and every gradient, an initial state given. On a GPU
@@ -33,8 +34,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script finds what lies beside it, not its own package
 
 import kernels
-from scripts.benchmarking import measure
-from scripts.benchmarking.cases import NAMES, Case, Contender, Shape, fla, make_inputs, ours
+from scripts.benchmarking import measure, tuning
+from scripts.benchmarking.cases import NAMES, Case, Contender, Shape, cases_of, fla, make_inputs, ours
 from scripts.benchmarking.run import Options, Run, UsageError
 
 DTYPES = {
@@ -61,10 +62,12 @@ def main() -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{kernels}")
     add_kernels(commands.add_parser("kernels", help="errors, times and memory of every op, beside a peer's"))
-    add_cold(commands.add_parser("cold"))  # what `kernels` starts as a fresh process
+    add_cold(commands.add_parser("cold"))  # what `kernels` starts as fresh processes
+    add_compile_peer(commands.add_parser("compile-peer"))
     arguments = parser.parse_args()
+    run = {"kernels": benchmark_kernels, "cold": cold, "compile-peer": compile_peer}[arguments.command]
     try:
-        return benchmark_kernels(arguments) if arguments.command == "kernels" else cold(arguments)
+        return run(arguments)
     except UsageError as error:
         parser.error(str(error))
 
@@ -90,12 +93,19 @@ def benchmark_kernels(arguments: argparse.Namespace) -> int:
         check_only=arguments.check_only,
         cold=gpu if arguments.cold is None else arguments.cold,
         cold_peer=arguments.cold_peer,
+        peer_ms=arguments.peer_ms,
         script=__file__,
         json=arguments.json,
     )
     run = Run(options, read_backend(arguments.backend, device))
     if missing:
         run.say(missing)
+    if peer and peer.name == "fla":
+        if arguments.peer_processes:
+            words = ["--ops", ",".join(options.ops), "--shapes", ",".join(map(str, shapes))]
+            tuning.compile_ahead(__file__, [*words, "--dtype", run.setting["dtype"]], arguments.peer_processes)
+        if arguments.peer_ms:
+            tuning.hasten(arguments.peer_ms)
     status = run.start()
     run.print_tables(arguments.markdown)
     return status
@@ -128,6 +138,12 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
     command.add_argument("--decode", action=switch, default=True, help="time decoding, too (default)")
     command.add_argument("--cold", action=switch, help="cold start at the first shape (default on a GPU)")
     command.add_argument("--cold-peer", action="store_true", help="the peer's, too: minutes an op")
+    command.add_argument(
+        "--peer-processes", type=positive, metavar="N", help="that compile the peer's candidates beforehand"
+    )
+    command.add_argument(
+        "--peer-ms", type=positive, metavar="MS", help="its autotuner gives each candidate (default its own, 125)"
+    )
     command.add_argument("--markdown", action="store_true", help="print the tables as Markdown as well")
     command.add_argument("--json", type=Path, metavar="FILE", help="write setting and rows there, after every row")
 
@@ -138,6 +154,13 @@ def add_cold(command: argparse.ArgumentParser) -> None:
     command.add_argument("--shape", type=read_shape, required=True)
     command.add_argument("--contender", choices=("ours", "fla"), default="ours")
     add_common(command)
+
+
+def add_compile_peer(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ops", type=read_ops, required=True)
+    command.add_argument("--shapes", type=read_shapes, required=True)
+    command.add_argument("--dtype", choices=tuple(DTYPES), required=True)
+    command.add_argument("--part", type=int, nargs=2, required=True)
 
 
 def add_common(command: argparse.ArgumentParser) -> None:
@@ -228,6 +251,12 @@ def cold(arguments: argparse.Namespace) -> int:
     inputs = make_inputs(case, arguments.shape, read_dtype(arguments.dtype, device), device, arguments.seed)
     print(json.dumps({"seconds": measure.seconds_of_first_step(call, measure.Problem.of(inputs), device)}))
     return 0
+
+
+def compile_peer(arguments: argparse.Namespace) -> int:
+    """Fill Triton's cache with a part of the peer's candidates."""
+    cases = cases_of(arguments.ops)
+    return tuning.compile_part(fla(), cases, arguments.shapes, DTYPES[arguments.dtype], arguments.part)
 
 
 if __name__ == "__main__":

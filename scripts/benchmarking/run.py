@@ -55,6 +55,7 @@ class Options:
     check_only: bool
     cold: bool
     cold_peer: bool
+    peer_ms: int | None
     script: str
     json: Path | None
 
@@ -80,6 +81,7 @@ def setting_of(options: Options, resolved: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version("triton"),
         "fla": version("fla-core", "flash-linear-attention") if is_fla else None,
+        "peer_ms": options.peer_ms if is_fla else None,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "seed": options.seed,
