@@ -1,8 +1,8 @@
 """The chunkwise Triton kernels, and what is common to both forms, in Triton's interpreter: see interpreter.py.
 
-The interpreter computes the products of bfloat16 wrongly: inputs here are float32. What else only bfloat16 has, chunks
-of 64 tokens (`chunk64`) and its range of exponents, is tried with these. test_chunk_gpu.py has the other dtypes,
-sizes and the real compiler.
+Inputs are float32, and what only bfloat16 has, chunks of 64 tokens (`chunk64`) and its range of exponents, is tried
+with these, too. bfloat16.py teaches the interpreter the rest of it. test_chunk_gpu.py has the other dtypes, sizes and
+the real compiler.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,9 @@ from torch import Tensor
 
 interpreter.required()
 
+import bfloat16  # noqa: E402
 import kernel_checks as checks  # noqa: E402
+from gpu_checks import assert_within  # noqa: E402
 
 from kernels import chunk, chunk_kda, fused_recurrent, fused_recurrent_kda, resolve_backend  # noqa: E402
 from kernels.gpu import plan  # noqa: E402
@@ -159,6 +161,20 @@ def test_any_gate_with_the_exponents_of_bfloat16(rule: str, gate: str, T: int, m
     has no masks."""
     monkeypatch.setattr(plan, "NEAR_FLOAT32", plan.NEAR)
     check(chunk, make(rule, "channel", T, gate=gate), rule, "channel", limit=MOVED_ERROR)
+
+
+@cells
+@pytest.mark.parametrize(("T", "options_in_kernel"), [(130, False), (128, True)])
+def test_bfloat16(rule: str, decay: str, T: int, options_in_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As close to float64 as is asked of it on a GPU."""
+    bfloat16.install(monkeypatch)
+    sizes = {"B": 1, "H": 1, "HV": 2, "K": 64, "V": 64}
+    inputs = (make_raw if options_in_kernel else make_inputs)(rule, decay, T, **sizes)
+    options: dict[str, Any] = {"rule": rule, "decay": decay, "scale": SCALE}
+    options |= raw_options(inputs) if options_in_kernel else {}
+    inputs = checks.placed(inputs, "cpu", torch.bfloat16)
+    ref = evaluate(chunk, {name: x.double() for name, x in inputs.items()}, backend="torch", **options)
+    assert_within(evaluate(chunk, inputs, backend="triton", **options), ref, torch.bfloat16)
 
 
 @cells
