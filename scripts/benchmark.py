@@ -80,6 +80,8 @@ def benchmark_kernels(arguments: argparse.Namespace) -> int:
     if arguments.check_only:  # at sizes of its own
         shapes, decoding = list({shape.D: shape for shape in reversed(shapes)}.values())[::-1], decoding[:1]
     peer, missing = choose_peer(arguments.peer, device)
+    if arguments.profile and not gpu:
+        raise UsageError("--profile: got a CPU, accepted: a CUDA GPU")
     options = Options(
         shapes=shapes,
         decoding=decoding,
@@ -94,6 +96,7 @@ def benchmark_kernels(arguments: argparse.Namespace) -> int:
         cold=gpu if arguments.cold is None else arguments.cold,
         cold_peer=arguments.cold_peer,
         peer_ms=arguments.peer_ms,
+        profile=arguments.profile,
         script=__file__,
         json=arguments.json,
     )
@@ -144,6 +147,7 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--peer-ms", type=positive, metavar="MS", help="its autotuner gives each candidate (default its own, 125)"
     )
+    command.add_argument("--profile", action="store_true", help="print what each kernel takes of forward and backward")
     command.add_argument("--markdown", action="store_true", help="print the tables as Markdown as well")
     command.add_argument("--json", type=Path, metavar="FILE", help="write setting and rows there, after every row")
 

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script finds what lies beside it, not its own package
 
 from kernels.gpu.tiles import Launch, Tiles, capability, default, forced, padded
 from scripts.benchmark import DTYPES, Parser, read_ops
 from scripts.benchmarking.cases import CELLS, NAMES, Case, Shape, make_inputs, ours, reference
-from scripts.benchmarking.measure import Problem, beyond, differentiate, one_line, relative_error, worst
+from scripts.benchmarking.measure import Problem, beyond, differentiate, kernel_ms, one_line, relative_error, worst
 
 # The function whose time a group of options decides.
 KERNELS = {
@@ -138,7 +137,7 @@ def tune(op: str, dim: int, arguments: argparse.Namespace) -> dict[str, Any]:
                     errors = {name: relative_error(once[name], ref) for name, ref in expected.items()}
                     row["error"] = worst(errors)
                     row["same bits"] = all(torch.equal(once[name], again[name]) for name in once)
-                    row["ms"] = kernel_ms(lambda: big.both(call), KERNELS[group])
+                    row["ms"] = ms_of(lambda: big.both(call), KERNELS[group])
                 admitted = not beyond(errors, dtype) and row["same bits"]
             except Exception as error:
                 row["failed"] = one_line(error)
@@ -157,17 +156,12 @@ def inputs_of(op: str, shape: Shape, dtype: torch.dtype) -> dict[str, torch.Tens
     return make_inputs(Case(op), shape, dtype, torch.device("cuda"), seed=0)
 
 
-def kernel_ms(step: Callable[[], object], names: tuple[str, ...], repeats: int = 6) -> float:
-    """Median milliseconds of one kernel in a step, forward and backward of an op."""
-    step()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
-            step()
-        torch.cuda.synchronize()
-    times = sorted(event.device_time_total for event in profiler.events() if event.name in names)
+def ms_of(step: Callable[[], object], names: tuple[str, ...]) -> float:
+    """Milliseconds of one kernel in a step, forward and backward of an op."""
+    times = [ms for name, ms in kernel_ms(step, repeats=6).items() if name in names]
     if not times:
         raise RuntimeError(f"the profiler saw no {' or '.join(names)}")
-    return float(times[len(times) // 2]) / 1e3
+    return sum(times)
 
 
 if __name__ == "__main__":

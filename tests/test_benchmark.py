@@ -110,7 +110,8 @@ def test_gpu_run(
     monkeypatch.setattr(
         measure, "cold_seconds", lambda s, words: cold.append(words) or (seconds(s, words) if len(cold) < 3 else 1.5)
     )
-    words = ("kernels", "--device", "cpu", "--cold-peer", "--markdown", "--json", "out.json")
+    monkeypatch.setattr(measure, "kernel_ms", lambda function: {"a_kernel": 1.5, "b_kernel": 0.25, "c_kernel": 0.001})
+    words = ("kernels", "--device", "cpu", "--cold-peer", "--profile", "--markdown", "--json", "out.json")
     assert call(monkeypatch, *words) == 0
     out = capsys.readouterr().out
     content = json.loads((tmp_path / "out.json").read_text())
@@ -140,6 +141,8 @@ def test_gpu_run(
     for row in content["decoding"]:
         assert row["results"]["fla"]["step_ms"] == 2.0 and row["floor_ms"]["step"] > 0
         assert row["results"]["ours"]["host_us"] > 0 and row["results"]["fla"]["error"] < 4e-3
+    assert content["ops"][0]["results"]["ours"]["kernel_ms"]["c_kernel"] == 0.001
+    assert out.count("\n    kernels of ours: 1.75 ms = a_kernel 1.50, b_kernel 0.250\n") == 14
     assert "| op | error, ours | error, fla | fwd ms, ours |" in out
     assert "fla: 2x64x4x16 gated_delta_rule: both failed: RuntimeError: refused" in out
     assert max(len(line) for line in out.splitlines() if line.startswith(" kda")) <= 160
@@ -208,6 +211,7 @@ def test_check_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         (["--device", "tpu"], "cpu, cuda, cuda:N"),
         (["--device", "cuda:99"], "accepted: cpu"),
         (["--device", "cpu", "--peer", "fla"], "auto, none"),
+        (["--device", "cpu", "--profile"], "a CUDA GPU"),
         (["--repeats", "0"], "a whole number from 1 on"),
         (["--device", "cpu", "--json", "no/such/folder"], "--json"),
     ],

@@ -179,6 +179,23 @@ def median_ms(function: Callable[[], object], repeats: int, device: torch.device
     return statistics.median(times)
 
 
+def kernel_ms(function: Callable[[], object], repeats: int = 12) -> dict[str, float]:
+    """What each kernel takes of a call by torch's profiler, ms, longest first: its median times its starts a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            function()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_time_total:
+            found.setdefault(event.name, []).append(event.device_time_total)
+    times = {name: statistics.median(us) * len(us) / repeats / 1e3 for name, us in found.items()}
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
 def host_us(function: Callable[[], object]) -> float:
     """Wall time of a call that leaves the GPU idle: medians over blocks of 10 calls, each ended by synchronising."""
     times = []

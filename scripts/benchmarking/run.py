@@ -34,6 +34,8 @@ from scripts.benchmarking.report import (
 
 Result = dict[str, Any]
 
+KERNEL_SHARE = 0.01  # of a call's time: kernels that take less are only in the JSON
+
 
 class UsageError(Exception):
     """What the user can mend, in one line."""
@@ -56,6 +58,7 @@ class Options:
     cold: bool
     cold_peer: bool
     peer_ms: int | None
+    profile: bool
     script: str
     json: Path | None
 
@@ -147,6 +150,11 @@ class Run:
             failed = failures(result) if name != "ours" else []  # ours are told already
             parts.append(f"{name} " + ", ".join([f"error {scientific(result.get('error'))}", *times, *failed]))
         self.say("; ".join(parts))
+        for name, result in row["results"].items():
+            if times := result.get("kernel_ms"):
+                total = sum(times.values())
+                each = [f"{kernel[:40]} {number(ms)}" for kernel, ms in times.items() if ms >= KERNEL_SHARE * total]
+                self.say(f"    kernels of {name}: {number(total, ' ms')} = {', '.join(each)}")
         measure.release_memory(self.device)
 
     def wrong(self, result: Result) -> list[str]:
@@ -219,6 +227,8 @@ class Run:
         if self.gpu:
             self.attempt(result, "memory", lambda: {"extra_mib": measure.extra_mib(both)})
             self.attempt(result, "host", lambda: {"host_us": measure.host_us(partial(tiny.both, call))})
+        if self.options.profile:
+            self.attempt(result, "profile", lambda: {"kernel_ms": measure.kernel_ms(both)})
 
     def wants_cold(self, contender: Contender) -> bool:
         return self.options.cold if contender.name == "ours" else self.options.cold_peer and contender.name == "fla"
