@@ -31,6 +31,8 @@ What KDA must move, do and start at B×T×H×D = 8×4096×16×128 in bf16, with 
 forward (5 U), dS Z M dV dq dk and dg over G (8.5 U). A scalar decay or none needs neither prepare nor its outputs:
 pairs 3 U, scan 8 U, reverse_scan 7 U, scalar_gradients 12 U.
 
+With the norms in the kernels and several programs a row, pair_gradients also reads o and v (2 U).
+
 The chain of states has only batch · heads · V / (value channels of a program) programs, each a walk through the
 sequence: few heads leave multiprocessors idle.
 """

@@ -31,29 +31,16 @@ from kernels.gpu.pairs import earlier_power, later_exponent
 
 
 @triton.jit
-def sums_to_end(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr = True):
-    """Σ_{j ≥ i} x_j over the rows of x, as a product with ones: Triton's scan takes several times the instructions.
-
-    Without EXACT of the rows as rounded to operands.
-    """
+def sums_to_end(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Σ_{j ≥ i} x_j over the rows of x, as a product with ones: Triton's scan takes several times the instructions."""
     C: tl.constexpr = x.shape[0]
     r = tl.arange(0, C)
     ones = tl.where(r[:, None] <= r[None, :], 1.0, 0.0).to(OPERAND)
     high = x.to(OPERAND)
     sums = tl.dot(ones, high, input_precision=PRECISION)
-    if EXACT and x.dtype != OPERAND:
+    if x.dtype != OPERAND:
         sums = tl.dot(ones, (x - high).to(OPERAND), acc=sums)
     return sums
-
-
-@triton.jit
-def add_self(b_dq, b_dk, Z, q, k, tile, chosen, r, c, live, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
-    """The gradients with those of the chosen tokens' pairs with themselves."""
-    C: tl.constexpr = live.shape[0]
-    z = tl.load(Z + tile * C * C + r * (C + 1), mask=chosen, other=0.0).to(tl.float32)[:, None]
-    b_dq += z * load_rows(k, H * K, r, c, live, K, KP)
-    b_dk += z * load_rows(q, H * K, r, c, live, K, KP)
-    return b_dq, b_dk
 
 
 @triton.jit
@@ -126,6 +113,7 @@ def channel_gradients_kernel(
     M,
     Z_near,  # [tiles, C, C/2]
     M_near,
+    z_diagonal,  # [tiles, C]
     dots,
     d_q,  # [B, T, HV, K], written; also what follows
     d_k,
@@ -180,11 +168,6 @@ def channel_gradients_kernel(
     across = right[:, None] & left[None, :]
     across_t = left[:, None] & right[None, :]
     same = right[:, None] == right[None, :]
-    # A token with itself is a pair of one half. Its two sides cancel in dG where bf16 operands made them, for their
-    # products are exact; of others they would leave what is far larger than dG under strong gates.
-    APART: tl.constexpr = tl.float32 == OPERAND
-    if APART:
-        same = same & (r[:, None] != r[None, :])
     Z_across = load_pairs(Z, Z_near, tile, r < 0, across)
     Z_same = load_pairs(Z, Z_near, tile, r < 0, same)
     Z_across_t = load_pairs(Z, Z_near, tile, r < 0, across_t)
@@ -262,35 +245,31 @@ def channel_gradients_kernel(
     b_dG = settled(b_dG - k_up * written)
     b_dk = settled(b_dk + up * written)
 
-    if APART:
-        b_dq, b_dk = add_self(b_dq, b_dk, Z, q, k, tile, live, r, c, live, H, K, KP)
-    # Tokens that are not near: as the earlier one of their pairs, level by level.
-    if tl.max(tl.load(drop + r), 0) > LIMIT:
-        deep = tl.load(drop + r) > LIMIT
-        if not APART:
-            b_dq, b_dk = add_self(b_dq, b_dk, Z, q, k, tile, deep, r, c, live, H, K, KP)
-        for level in tl.range(0, LEVELS):
-            half = r >> level
-            everywhere = tl.full((C, C), True, tl.int1)
-            later = (half & 1) == 1
-            asking = tl.where(deep & (later == 0), half + 1, -1)
-            chosen = (asking[:, None] == half[None, :]) | (half[:, None] == asking[None, :])
-            mirrored = (half & 1 == 0) & (level < LEVELS - 1)
-            b_Z = tl.where(chosen, load_pairs(Z, Z_near, tile, mirrored, everywhere), 0.0).to(OPERAND)
-            b_M = b_Z
-            if DELTA:
-                b_M = tl.where(chosen, load_pairs(M, M_near, tile, mirrored, everywhere), 0.0).to(OPERAND)
-            anchors = (((half >> 1) << 1) << level) + (1 << level) - 1
-            anchor = load_rows(G, HV * K, anchors, c, anchors < length, K, KP)
-            b_dq, b_dk, b_dG = add_level(
-                b_dq, b_dk, b_dG, b_Z, b_M, q, k, G, anchor, later, r, c, live, H, HV, K, KP, DELTA, OPERAND, PRECISION
-            )
+    # Pairs whose earlier token is not near, level by level.
+    for level in tl.range(tl.where(tl.max(tl.load(drop + r), 0) > LIMIT, 0, LEVELS), LEVELS):
+        half = r >> level
+        everywhere = tl.full((C, C), True, tl.int1)
+        later = (half & 1) == 1
+        asking = tl.where(later | (tl.load(drop + r) <= LIMIT), -1, half + 1)
+        chosen = (asking[:, None] == half[None, :]) | (half[:, None] == asking[None, :])
+        mirrored = (half & 1 == 0) & (level < LEVELS - 1)
+        b_Z = tl.where(chosen, load_pairs(Z, Z_near, tile, mirrored, everywhere), 0.0).to(OPERAND)
+        b_M = b_Z
+        if DELTA:
+            b_M = tl.where(chosen, load_pairs(M, M_near, tile, mirrored, everywhere), 0.0).to(OPERAND)
+        anchors = (((half >> 1) << 1) << level) + (1 << level) - 1
+        anchor = load_rows(G, HV * K, anchors, c, anchors < length, K, KP)
+        b_dq, b_dk, b_dG = add_level(
+            b_dq, b_dk, b_dG, b_Z, b_M, q, k, G, anchor, later, r, c, live, H, HV, K, KP, DELTA, OPERAND, PRECISION
+        )
 
     # What the rest needs, again asked for at once.
     b_q = load_rows(q, H * K, r, c, live, K, KP)
     b_k = load_rows(k, H * K, r, c, live, K, KP)
     b_G = load_rows(G, HV * K, r, c, live, K, KP)
     end = load_row(G, HV * K, tl.maximum(length - 1, 0), c, length, K)
+    # A token with itself: apart from the other pairs, for it crosses no gate, and would have to cancel in dG.
+    with_self = tl.load(z_diagonal + tile * C + r)[:, None]
     if L2NORM and PARTS > 1:
         dot_q = tl.load(dots + tile * 2 * C + r)
         dot_k = tl.load(dots + (tile * 2 + 1) * C + r)
@@ -317,6 +296,8 @@ def channel_gradients_kernel(
 
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)
+    b_dq += with_self * b_k
+    b_dk += with_self * b_q
     if L2NORM:
         if PARTS == 1:  # all channels are here
             dot_q = tl.sum(b_q * b_dq, 1)
@@ -331,7 +312,7 @@ def channel_gradients_kernel(
         sums += tile * (KP + PARTS)
         tl.store(sums + KP + part, tl.sum(by_rate))
         if BIAS:  # the first row of the sums is that of all tokens
-            by_bias = sums_to_end(b_dg, OPERAND, PRECISION, EXACT=False)
+            by_bias = sums_to_end(b_dg, OPERAND, PRECISION)
             tl.store(sums + r[:, None] * 0 + c[None, :], by_bias, mask=(r == 0)[:, None])
     tl.debug_barrier()  # d_g may lie where other threads have just read G
     store_rows(d_g + (first * HV + head) * K, HV * K, r, c, live, b_dg, K, KP)

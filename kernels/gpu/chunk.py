@@ -212,6 +212,7 @@ def _backward(
                 p.empty(delta, p.C, p.C),
                 p.empty(p.tiles, p.C, p.C // 2),
                 p.empty(delta, p.C, p.C // 2),
+                p.floats(p.tiles, p.C),  # the diagonal of Z
                 p.floats(p.tiles if p.dots else 0, 2, p.C),  # products of rows with their gradients
             ]
             arguments = (v, beta, o, d_o, d_v, E, norms, *pairs, d_beta, chunks)

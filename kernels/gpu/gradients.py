@@ -14,7 +14,7 @@ With the notation of `pairs` and `scan`, Z = dP and M = dA the gradients of the 
 Rows and columns of one pair meet in dg with opposite signs. Both are formed from the same rounded operands, so that
 what does not cross t cancels to float32's precision and not to bf16's.
 
-The norm's gradient dq = (dq̂ − q̂ (q̂·dq̂)) / ‖q‖ needs no second pass over a row, because
+The norm's gradient dq = (dq̂ − q̂ (q̂·dq̂)) / ‖q‖ needs no program that has all of a row's channels, because
 
     q̂_i · dq̂_i = o_i · dO_i                    k̂_i · dk̂_i = 2 β_i dβ_i − dV_i · v_i  (additive: dV_i · v_i)
 

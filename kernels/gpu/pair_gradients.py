@@ -12,19 +12,19 @@ from kernels.gpu.gradients import diagonal, row_dots, value_rows, write_gradient
 
 
 @triton.jit
-def store_pairs(X, X_near, tile, x, SELF: tl.constexpr):
-    """What lies under the diagonal of x, with SELF the diagonal, too, and its mirror image: pairs in one half apart."""
+def store_pairs(X, X_near, tile, x):
+    """What lies under the diagonal of x, and its mirror image: that of pairs in one half of the chunk apart."""
     C: tl.constexpr = x.shape[0]
     HALF: tl.constexpr = C // 2
     r = tl.arange(0, C)
     mirrored = tl.trans(x)
     block = (r // HALF)[:, None] == (r // HALF)[None, :]
-    later = r if SELF else r - 1
+    lower = r[:, None] > r[None, :]
     zero = tl.zeros((C, C), x.dtype)
     above = tl.where(block, zero, mirrored)
-    tl.store(X + tile * C * C + r[:, None] * C + r[None, :], tl.where(later[:, None] >= r[None, :], x, above))
+    tl.store(X + tile * C * C + r[:, None] * C + r[None, :], tl.where(lower, x, above))
     at = X_near + tile * C * HALF + r[:, None] * HALF + (r % HALF)[None, :]
-    tl.store(at, tl.where(r[:, None] <= later[None, :], mirrored, zero), mask=block)
+    tl.store(at, tl.where(r[:, None] < r[None, :], mirrored, zero), mask=block)
 
 
 @triton.jit
@@ -47,10 +47,11 @@ def pair_gradients_kernel(
     d_v,
     E,  # [tiles, C, VP], delta rule
     norms,  # [tiles, 2, C]
-    Z,  # [tiles, C, C], written; also what follows. [i, j] for i ≥ j (M: i > j), mirrored between the chunk's halves
+    Z,  # [tiles, C, C], written; also what follows. [i, j] as above for i > j, and mirrored between the chunk's halves
     M,
-    Z_near,  # [tiles, C, C/2]: row i has Z_ji for the tokens j ≥ i of its half (M: j > i), else zero
+    Z_near,  # [tiles, C, C/2]: row i has Z_ji for the later tokens j of its half, else zero
     M_near,
+    z_diagonal,  # [tiles, C]: Z_ii
     dots,  # [tiles, 2, C], with DOTS: q̂·dq̂, k̂·dk̂
     d_beta,  # [B, T, HV]
     chunks,
@@ -90,9 +91,10 @@ def pair_gradients_kernel(
             m = tl.dot(b_dv, tl.trans(b_E), acc=m, input_precision=PRECISION)
 
     z *= (norm_q * scale)[:, None] * norm_k[None, :]
-    store_pairs(Z, Z_near, tile, z.to(OPERAND), SELF=True)
+    tl.store(z_diagonal + tile * C + r, diagonal(z))
+    store_pairs(Z, Z_near, tile, z.to(OPERAND))
     if DELTA:
-        store_pairs(M, M_near, tile, (m * -norm_k[:, None] * norm_k[None, :]).to(OPERAND), SELF=False)
+        store_pairs(M, M_near, tile, (m * -norm_k[:, None] * norm_k[None, :]).to(OPERAND))
         b_beta = floored(write_strength(raw_beta, SIGMOID))
         b_dbeta = diagonal(m) / (b_beta * b_beta)
         d_raw = write_gradient(b_dbeta, raw_beta, SIGMOID)

@@ -26,7 +26,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How an op's kernels are compiled. Nothing here changes what is computed, only the order of sums."""
+    """How an op's kernels are compiled. Results change by their rounding alone."""
 
     chunk: int = 64  # tokens: 32 or 64
     inverse: str = "fp16"  # of the triangular inverse's products, for bf16: "fp16" or an input_precision of tl.dot

@@ -103,6 +103,7 @@ GATES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "zero to -20": lambda u, _: -20.0 * u,
     "all -3.4": lambda u, _: torch.full_like(u, -3.4),
     "all -5": lambda u, _: torch.full_like(u, -5.0),
+    "all -18": lambda u, _: torch.full_like(u, -18.0),
     "some -1e4": _sprinkled(-1e4),
     "some -inf": _sprinkled(float("-inf")),
 }

@@ -42,6 +42,7 @@ SCALE = 0.37
 GATE_ERROR = 3e-5
 MOVED_ERROR = 5e-6  # of exponents moved as for bfloat16: 80 has steps of 2⁻¹⁷ = 8e-6
 SMALL = {"B": 1, "H": 1, "HV": 1, "K": 20, "V": 12}
+WIDER = {"B": 1, "H": 1, "HV": 2, "K": 64, "V": 64}  # errors in bfloat16 need some numbers to be alike
 
 cells = pytest.mark.parametrize(("rule", "decay"), CELLS)
 # One cell for each set of kernels.
@@ -54,6 +55,11 @@ def nan_in_new_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    bfloat16.install(monkeypatch)
 
 
 @pytest.fixture
@@ -163,18 +169,26 @@ def test_any_gate_with_the_exponents_of_bfloat16(rule: str, gate: str, T: int, m
     check(chunk, make(rule, "channel", T, gate=gate), rule, "channel", limit=MOVED_ERROR)
 
 
-@cells
-@pytest.mark.parametrize(("T", "options_in_kernel"), [(130, False), (128, True)])
-def test_bfloat16(rule: str, decay: str, T: int, options_in_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_bfloat16(inputs: Inputs, rule: str, decay: str, **options: Any) -> None:
     """As close to float64 as is asked of it on a GPU."""
-    bfloat16.install(monkeypatch)
-    sizes = {"B": 1, "H": 1, "HV": 2, "K": 64, "V": 64}
-    inputs = (make_raw if options_in_kernel else make_inputs)(rule, decay, T, **sizes)
-    options: dict[str, Any] = {"rule": rule, "decay": decay, "scale": SCALE}
-    options |= raw_options(inputs) if options_in_kernel else {}
     inputs = checks.placed(inputs, "cpu", torch.bfloat16)
+    options = {"rule": rule, "decay": decay, "scale": SCALE, **options}
     ref = evaluate(chunk, {name: x.double() for name, x in inputs.items()}, backend="torch", **options)
     assert_within(evaluate(chunk, inputs, backend="triton", **options), ref, torch.bfloat16)
+
+
+@cells
+@pytest.mark.parametrize(("T", "options_in_kernel"), [(130, False), (128, True)])
+@pytest.mark.usefixtures("with_bfloat16")
+def test_bfloat16(rule: str, decay: str, T: int, options_in_kernel: bool) -> None:
+    inputs = (make_raw if options_in_kernel else make_inputs)(rule, decay, T, **WIDER)
+    check_bfloat16(inputs, rule, decay, **(raw_options(inputs) if options_in_kernel else {}))
+
+
+@pytest.mark.parametrize(("rule", "decay", "gate"), [(*cell, x) for cell in GATED for x in ("all -18", "some -1e4")])
+@pytest.mark.usefixtures("with_bfloat16")
+def test_bfloat16_with_any_gate(rule: str, decay: str, gate: str) -> None:
+    check_bfloat16(make_inputs(rule, decay, 128, **WIDER, gate=gate), rule, decay)
 
 
 @cells
