@@ -4,6 +4,7 @@
 them. `hasten` times each for fewer milliseconds. Neither changes which candidates there are.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from scripts.benchmarking.cases import Case, Contender, Shape, make_inputs
-from scripts.benchmarking.measure import Problem, one_line
+from scripts.benchmarking.measure import Problem
 
 TOKENS = 2048  # of the calls that only compile
 WARMUP_SHARE = 0.2  # of a candidate's time, as in Triton: 25 ms before 100
@@ -72,11 +73,9 @@ def compile_part(peer: Contender, cases: list[Case], shapes: list[Shape], dtype:
     for case in cases:
         for shape in shapes:
             inputs = make_inputs(case, Shape(1, min(shape.T, TOKENS), shape.H, shape.D), dtype, device, seed=0)
-            try:
+            with contextlib.suppress(Exception):  # the run will tell of it
                 Problem.of(inputs).both(peer.bind(case, "chunk"))
                 torch.cuda.synchronize()
-            except Exception as error:  # the run tells of it
-                print(f"{case.label} {shape}: {one_line(error)}", file=sys.stderr)
     return 0
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
-from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -52,4 +51,4 @@ def install(patch: pytest.MonkeyPatch) -> None:
         return cast(self, widened(x), kind)
 
     for function in (create_dot, binary_op, unary_op, cast_impl):
-        patch.setattr(interpreter.InterpreterBuilder, function.__name__, function)
+        patch.setattr(InterpreterBuilder, function.__name__, function)

@@ -3,6 +3,7 @@
 Errors are ‖out − ref‖ / ‖ref‖ over the same rounded inputs.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import kernel_checks as checks
@@ -32,6 +33,14 @@ cells = pytest.mark.parametrize(("rule", "decay"), CELLS)
 KINDS = [("delta", "channel"), ("delta", "scalar"), ("additive", "none")]  # one cell for each set of kernels
 kinds = pytest.mark.parametrize(("rule", "decay"), KINDS)
 dtypes = pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    """Several processes may test on one GPU."""
+    yield
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
 
 
 def make(rule: str, decay: str, T: int, dtype: torch.dtype = BFLOAT16, **sizes: Any) -> Inputs:

@@ -1,10 +1,9 @@
 """The chunkwise kernels on a GPU, against the token-by-token recurrence in float64: skipped, visibly, without one.
 
-test_triton_interpreted.py has the small cases of float32; here are the other dtypes, what only sizes and the compiler
+test_triton_interpreted.py has the small cases; here are the other dtypes, what only sizes and the compiler
 can break, and every tile configuration.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import gpu_checks
@@ -23,6 +22,7 @@ from gpu_checks import (
     cells,
     check,
     dtypes,
+    give_memory_back,  # noqa: F401 for every test here
     kinds,
     make,
     reference,
@@ -34,14 +34,6 @@ from torch import Tensor
 from kernels import chunk, fused_recurrent, resolve_backend
 
 pytestmark = gpu_checks.required
-
-
-@pytest.fixture(autouse=True)
-def give_memory_back() -> Iterator[None]:
-    """Several processes may test on one GPU."""
-    yield
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
 
 
 # What "auto" is, and the other implementations

@@ -19,6 +19,7 @@ from gpu_checks import (
     assert_within,
     cells,
     dtypes,
+    give_memory_back,  # noqa: F401 for every test here
     kinds,
     make,
     reference,

@@ -31,7 +31,7 @@ interpreter.required()
 
 import bfloat16  # noqa: E402
 import kernel_checks as checks  # noqa: E402
-from gpu_checks import assert_within  # noqa: E402
+from gpu_checks import assert_within, reference  # noqa: E402
 
 from kernels import chunk, chunk_kda, fused_recurrent, fused_recurrent_kda, resolve_backend  # noqa: E402
 from kernels.gpu import plan  # noqa: E402
@@ -173,7 +173,7 @@ def check_bfloat16(inputs: Inputs, rule: str, decay: str, **options: Any) -> Non
     """As close to float64 as is asked of it on a GPU."""
     inputs = checks.placed(inputs, "cpu", torch.bfloat16)
     options = {"rule": rule, "decay": decay, "scale": SCALE, **options}
-    ref = evaluate(chunk, {name: x.double() for name, x in inputs.items()}, backend="torch", **options)
+    ref = reference(inputs, backend="torch", **options)
     assert_within(evaluate(chunk, inputs, backend="triton", **options), ref, torch.bfloat16)
 
 
