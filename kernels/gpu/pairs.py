@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.common import (
+    INTERPRETED,
     LOG2_E,
     SIZES,
     STRONGEST,
@@ -58,10 +59,21 @@ def earlier_power(b_G, origin, most):
 
 
 @triton.jit
+def halved(x):
+    """x in float16, its largest number in place of infinity: 0 · ∞ would carry a NaN to earlier tokens."""
+    if INTERPRETED:
+        return tl.clamp(x, -65504.0, 65504.0).to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
 def product(a, b, PRECISION: tl.constexpr):
     """a @ b for the inverse, in float32: PRECISION "fp16" or an `input_precision`."""
     if PRECISION == "fp16":
-        return tl.dot(a.to(tl.float16), b.to(tl.float16))
+        return tl.dot(halved(a), halved(b))
     else:
         return tl.dot(a, b, input_precision=PRECISION)
 
@@ -232,8 +244,6 @@ def pairs_kernel(
         b_beta = floored(write_strength(b_beta, SIGMOID))
         tl.store(strengths + tile * C + r, b_beta)
         a *= (b_beta * norm_k)[:, None] * norm_k[None, :]
-        if INVERSE == "fp16":
-            a = tl.minimum(tl.maximum(a, -60000.0), 60000.0)
         odd = tl.where((r & 1) == 1, r - 1, -1)
         x = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - tl.where(odd[:, None] == r[None, :], a, 0.0)
         if INVERSE == "fp16":  # unrolled: what is chosen is then known while compiling

@@ -37,13 +37,13 @@ def sequence(n, T, NT, cu_seqlens, offsets, C: tl.constexpr, PACKED: tl.constexp
 
 
 @triton.jit
-def exact_dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """a @ b without rounding the float32 a to OPERAND: in the chain of states such an error would stay."""
+def exact_dot(a, b, acc, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a @ b without rounding the float32 a to OPERAND: in the chain of states such an error would stay."""
     if a.dtype == OPERAND:
-        return tl.dot(a, b, input_precision=PRECISION)
+        return tl.dot(a, b, acc=acc, input_precision=PRECISION)
     else:
         high = a.to(OPERAND)
-        return tl.dot((a - high).to(OPERAND), b, acc=tl.dot(high, b))
+        return tl.dot((a - high).to(OPERAND), b, acc=tl.dot(high, b, acc=acc))
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def scan_kernel(
             else:
                 error = tl.dot(b_state, tl.trans(b_k), input_precision=PRECISION) * entering
             error = tl.trans(b_v).to(tl.float32) * b_beta - error * b_beta
-            error = exact_dot(error, tl.trans(b_W), OPERAND, PRECISION)  # [BV, C]
+            error = exact_dot(error, tl.trans(b_W), None, OPERAND, PRECISION)  # [BV, C]
             b_E = error.to(OPERAND)
             if KEEP:
                 tl.store(E + tile * C * VP + r[:, None] * VP + vc[None, :], tl.trans(b_E))
@@ -186,12 +186,12 @@ def scan_kernel(
         else:
             b_o *= reading
             if DELTA:
-                write = (error * leaving).to(OPERAND)
+                write = error * leaving
             else:
                 write = (b_E * leaving).to(OPERAND)
             if GATED:
                 state *= kept
-        state = tl.dot(write, b_k, acc=state, input_precision=PRECISION)
+        state = exact_dot(write, b_k, state, OPERAND, PRECISION)
         b_o = tl.dot(b_E, tl.trans(b_P), acc=b_o, input_precision=PRECISION)
         store_rows(o + (token * HV + head) * V, HV * V, r, vc, live, tl.trans(b_o.to(o.dtype.element_ty)), V, VP)
     store_state(final + state_at, vc, state, KP, K, V)
@@ -276,7 +276,7 @@ def reverse_scan_kernel(
         d_E = tl.dot(b_do, b_P, acc=d_E, input_precision=PRECISION)
         if DELTA:
             b_W = tl.load(W + tile * C * C + at_c)
-            d_write = exact_dot(d_E, b_W, OPERAND, PRECISION) * tl.load(strengths + tile * C + r)[None, :]
+            d_write = exact_dot(d_E, b_W, None, OPERAND, PRECISION) * tl.load(strengths + tile * C + r)[None, :]
         else:
             d_write = d_E
         store_rows(d_v + (token * HV + head) * V, HV * V, r, vc, live, tl.trans(d_write.to(OPERAND)), V, VP)
@@ -291,7 +291,6 @@ def reverse_scan_kernel(
                 d_state *= kept
             d_state = tl.dot((b_do * reading).to(OPERAND), b_q, acc=d_state, input_precision=PRECISION)
             if DELTA:
-                d_error = (d_write * -entering).to(OPERAND)
-                d_state = tl.dot(d_error, b_k, acc=d_state, input_precision=PRECISION)
+                d_state = exact_dot(d_write * -entering, b_k, d_state, OPERAND, PRECISION)
     if INITIAL:
         store_state(d_initial + state_at, vc, d_state, KP, K, V)

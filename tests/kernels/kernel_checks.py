@@ -76,6 +76,19 @@ def assert_causal(
         assert not torch.equal(changed[t:], o[0, t:])
 
 
+def assert_long_equal_keys_reach_no_earlier_token(device: str, decay: str) -> None:
+    """They take the triangular inverse out of float16's range: its largest number, and no NaN in the rest of it."""
+    outputs = []
+    for length in (1.0, 30.0):
+        inputs = make_inputs("delta", decay, 64, B=1, H=1, HV=2, K=64, V=64)
+        inputs["k"][:, 30:36] = inputs["k"][:, 30:31] * length**0.5
+        inputs["beta"][:, 30:36] = 1.0
+        inputs = placed(inputs, device, torch.bfloat16)
+        outputs.append(results(chunk, inputs, *weights(inputs), rule="delta", decay=decay))
+    assert all(x.isfinite().all() for x in outputs[1].values())
+    assert torch.equal(*(x["o"][:, :30] for x in outputs))
+
+
 def assert_rows_do_not_meet(form: Form, inputs: Inputs, **options: Any) -> None:
     """Every row of the batch has the output, state and gradients that it has alone."""
     together = results(form, inputs, *weights(inputs), **options)

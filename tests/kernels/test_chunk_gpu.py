@@ -141,16 +141,22 @@ def test_any_gate(rule: str, decay: str, gate: str, dtype: torch.dtype) -> None:
     [
         *((*cell, BFLOAT16, True) for cell in CELLS),
         *((*cell, FLOAT32, True) for cell in KINDS),
-        *(("delta", decay, BFLOAT16, False) for decay in ("scalar", "channel")),
+        *(("delta", decay, BFLOAT16, False) for decay in ("none", "scalar", "channel")),
     ],
     ids=str,
 )
 def test_norm_gate_and_sigmoid(rule: str, decay: str, dtype: torch.dtype, bias: bool) -> None:
     """In the kernels, with the gradients of A_log and dt_bias. The gradient of a raw write strength is that of the
     strength times a factor of at most 1/4, or 1/2 where strengths reach 2."""
-    inputs = make_raw(rule, decay, 192 if bias else 200, bias, **SIZES)  # chunks that are full, and one that is not
+    T = 192 if bias else 500  # chunks that are full, and one that is not
+    inputs = make_raw(rule, decay, T, bias, **SIZES)
     options = raw_options(inputs, negative=not bias)
     check(checks.placed(inputs, DEVICE, dtype), rule, decay, dtype, **options)
+
+
+@pytest.mark.parametrize("decay", ["none", "scalar", "channel"])
+def test_long_equal_keys_reach_no_earlier_token(decay: str) -> None:
+    checks.assert_long_equal_keys_reach_no_earlier_token(DEVICE, decay)
 
 
 @dtypes

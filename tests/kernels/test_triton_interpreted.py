@@ -191,6 +191,12 @@ def test_bfloat16_with_any_gate(rule: str, decay: str, gate: str) -> None:
     check_bfloat16(make_inputs(rule, decay, 128, **WIDER, gate=gate), rule, decay)
 
 
+@pytest.mark.parametrize("decay", ["none", "scalar", "channel"])
+@pytest.mark.usefixtures("with_bfloat16")
+def test_long_equal_keys_reach_no_earlier_token(decay: str) -> None:
+    checks.assert_long_equal_keys_reach_no_earlier_token("cpu", decay)
+
+
 @cells
 @pytest.mark.parametrize("T", [20, 32])
 def test_norm_gate_and_sigmoid(rule: str, decay: str, T: int) -> None:
