@@ -35,7 +35,7 @@ class Kernel:
 
 def restored(patch: pytest.MonkeyPatch) -> None:
     """What `tuning` replaces, at the end of the patch."""
-    for name in ("_bench", "run", "do_bench"):
+    for name in ("_bench", "run", "do_bench", "check_disk_cache"):
         patch.setattr(Autotuner, name, getattr(Autotuner, name))
 
 
@@ -44,9 +44,9 @@ def restore(monkeypatch: pytest.MonkeyPatch) -> None:
     restored(monkeypatch)
 
 
-def tuner(kernel: Kernel, blocks: list[int]) -> Any:
+def tuner(kernel: Kernel, blocks: list[int], **options: Any) -> Any:
     configs = [triton.Config({"BLOCK": block}) for block in blocks]
-    return Autotuner(kernel, list(kernel.arg_names), configs, ["x"], None, None)
+    return Autotuner(kernel, list(kernel.arg_names), configs, ["x"], None, None, **options)
 
 
 def test_parts_compile_everything_once() -> None:
@@ -67,6 +67,18 @@ def test_a_part_of_what_does_not_fit_chooses_another(blocks: list[int], fits: in
     tuning.take_part(0, 3)
     kernel = Kernel(fits)
     assert tuner(kernel, blocks).run(7, grid=None, warmup=False) == chosen
+
+
+def test_a_part_keeps_no_times() -> None:
+    """The run would find them, and choose by them."""
+
+    def no_file(*arguments: Any) -> bool:
+        raise AssertionError("a part reads and writes no times")
+
+    Autotuner.check_disk_cache = no_file
+    tuning.take_part(0, 2)
+    kernel = Kernel()
+    assert tuner(kernel, [1, 2, 4], cache_results=True).run(7, grid=None, warmup=False) == 1
 
 
 def test_nothing_fits() -> None:

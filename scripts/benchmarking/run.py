@@ -177,11 +177,19 @@ class Run:
     # The chunkwise ops
 
     def chunk_row(self, case: Case, shape: Shape) -> Row:
+        if self.gpu and self.options.peer and not self.options.check_only:
+            self.attempt({}, "tuning", partial(self.tune, self.options.peer, case, shape))
         results = {name: dict(result) for name, result in self.chunk_errors(case, shape.H, shape.D).items()}
         row: Row = {"op": case.label, "shape": str(shape), "results": results}
         if not self.options.check_only:
             self.attempt(results["ours"], "inputs", lambda: self.time_row(row, case, shape))
         return row
+
+    def tune(self, peer: Contender, case: Case, shape: Shape) -> Result:
+        """A first call, so that the peer's autotuner chooses for the shape that is timed, and not for that of the
+        errors: it does not tell their B and T apart."""
+        Problem.of(make_inputs(case, shape, self.dtype, self.device, self.options.seed)).both(peer.bind(case, "chunk"))
+        return {}
 
     def chunk_errors(self, case: Case, H: int, D: int) -> dict[str, Result]:
         """Of each contender by name; measured once for every H and D."""
