@@ -49,16 +49,17 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.randn(dim, width) * width**-0.5)
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, backend: str = "auto"
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D] → y [B, T, D] and the state after the last token."""
         return kernels.short_convolution(
             x,
-            self.weight.to(x.dtype),
+            self.weight,
             activation=self.activation,
             initial_state=state,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            backend=backend,
         )
 
 

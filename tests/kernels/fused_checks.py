@@ -1,0 +1,121 @@
+"""What the tests of the kernels around the recurrence share, whatever runs them: the interpreter on a CPU, or a GPU."""
+
+from typing import Any
+
+import torch
+from recurrence_cases import Inputs, assert_close
+from torch import Tensor
+
+from kernels import short_convolution
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_same(out: Inputs, ref: Inputs) -> None:
+    """To the bit."""
+    assert out.keys() == ref.keys()
+    for name, value in ref.items():
+        assert out[name].dtype == value.dtype and torch.equal(out[name], value), name
+
+
+def differentiate(results: dict[str, Tensor], leaves: Inputs) -> Inputs:
+    """Results and the gradients of all leaves, for fixed random gradients that every dtype has exactly."""
+    weights = [normal(*x.shape, seed=i + 9).bfloat16().to(x) for i, x in enumerate(results.values())]
+    grads = torch.autograd.grad(list(results.values()), list(leaves.values()), weights)
+    return {
+        **{name: x.detach() for name, x in results.items()},
+        **{f"d{x}": d for x, d in zip(leaves, grads, strict=True)},
+    }
+
+
+def leaves_of(inputs: Inputs) -> Inputs:
+    return {name: x.detach().requires_grad_() for name, x in inputs.items()}
+
+
+# The short convolution
+
+
+def conv_inputs(
+    B: int, T: int, D: int, W: int, given: set[str], dtype: torch.dtype = torch.float64, N: int | None = None
+) -> Inputs:
+    inputs = {"x": normal(B, T, D), "weight": normal(D, W, seed=1)}
+    if "bias" in given:
+        inputs["bias"] = normal(D, seed=2)
+    if "initial_state" in given:
+        inputs["initial_state"] = normal(B if N is None else N, W - 1, D, seed=3)
+    return {name: x.to(dtype) for name, x in inputs.items()}
+
+
+def conv(inputs: Inputs, backend: str, compiler: str | None = None, **options: Any) -> Inputs:
+    """y, the last state and every gradient."""
+    leaves = leaves_of(inputs)
+
+    def function(**tensors: Tensor) -> Any:
+        return short_convolution(**tensors, **options, output_final_state=True, backend=backend)
+
+    call = function if compiler is None else torch.compile(function, backend=compiler, fullgraph=True)
+    y, state = call(**leaves)
+    if state.numel():
+        return differentiate({"y": y, "state": state}, leaves)
+    state_leaf = leaves.pop("initial_state", None)  # of width 1: empty
+    assert state_leaf is None or state.shape == state_leaf.shape
+    return differentiate({"y": y}, leaves)
+
+
+def assert_conv(inputs: Inputs, dtype: torch.dtype, limit: float, **options: Any) -> None:
+    """Output, state and every gradient against float64 on the same rounded inputs."""
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    ref = conv({name: x.double() for name, x in inputs.items()}, "torch", **options)
+    out = conv(inputs, "triton", **options)
+    assert all(x.dtype == dtype for x in out.values())
+    assert_close(out, ref, limit)
+
+
+def assert_conv_rows_alone(inputs: Inputs) -> None:
+    """Every row of the batch has the results that it has alone, and that it has packed with the others, bit by bit;
+    but for what sums over the batch."""
+    B, T, D = inputs["x"].shape
+    shared = {name: x for name, x in inputs.items() if name in ("weight", "bias")}
+    together = conv(inputs, "triton", activation="silu")
+    bounds = torch.arange(0, B * T + 1, T, device=inputs["x"].device)
+    flat = {**inputs, "x": inputs["x"].reshape(1, B * T, D)}
+    packed = conv(flat, "triton", activation="silu", cu_seqlens=bounds)
+    for name in ("y", "state", "dx", "dinitial_state"):
+        assert torch.equal(packed[name].view_as(together[name]), together[name]), name
+    for n in range(B):
+        one = shared | {name: x[n : n + 1] for name, x in inputs.items() if name not in shared}
+        y, state = short_convolution(**one, activation="silu", output_final_state=True, backend="triton")
+        assert state is not None
+        assert torch.equal(y, together["y"][n : n + 1]) and torch.equal(state, together["state"][n : n + 1])
+
+
+def assert_conv_strides(inputs: Inputs) -> None:
+    """x is a slice of a wider projection, or laid out backwards; so is y's gradient."""
+    expected = conv(inputs, "triton")
+    x = inputs["x"]
+    wide = torch.cat([torch.full_like(x[..., :2], 99.0), x, torch.full_like(x, 99.0)], dim=-1)
+    for other in (wide[..., 2 : 2 + x.shape[2]], x.mT.contiguous().mT):
+        assert torch.equal(other, x) and not other.is_contiguous()
+        assert_same(conv({**inputs, "x": other}, "triton"), expected)
+    leaves = leaves_of(inputs)
+    y, _ = short_convolution(**leaves, backend="triton")
+    d_y = normal(*y.shape).to(y)
+    for other in (torch.cat([d_y, d_y], dim=-1)[..., : x.shape[2]], d_y.mT.contiguous().mT):
+        grads = (torch.autograd.grad(y, list(leaves.values()), d, retain_graph=True) for d in (d_y, other))
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def assert_conv_one_result(inputs: Inputs, used: int) -> None:
+    """The result that was not used has gradient zero."""
+    found = []
+    for backend in ("triton", "torch"):
+        leaves = leaves_of(inputs)
+        result = short_convolution(**leaves, output_final_state=True, backend=backend)[used]
+        assert result is not None
+        grads = torch.autograd.grad(result.sin().sum(), list(leaves.values()), allow_unused=True)
+        found.append(
+            {name: torch.zeros_like(x) if d is None else d for (name, x), d in zip(leaves.items(), grads, strict=True)}
+        )
+    assert_close(found[0], found[1], 1e-5)

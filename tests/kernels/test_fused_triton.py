@@ -1,0 +1,138 @@
+"""The Triton kernels around the recurrence in Triton's interpreter: short convolution, norms, loss. See interpreter.py.
+
+test_fused_gpu.py has the real compiler, other dtypes and sizes.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import interpreter
+import pytest
+import torch
+from recurrence_cases import BFLOAT16_ERROR, FLOAT32_ERROR, error
+
+interpreter.required()
+
+import bfloat16  # noqa: E402
+import fused_checks as checks  # noqa: E402
+
+from kernels import short_convolution  # noqa: E402
+from kernels.gpu import short_conv  # noqa: E402
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+LIMITS = {FLOAT32: FLOAT32_ERROR, BFLOAT16: BFLOAT16_ERROR}
+
+dtypes = pytest.mark.parametrize("dtype", LIMITS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a kernel reads before something has written it becomes NaN."""
+    bfloat16.install(monkeypatch)
+    interpreter.quick(monkeypatch)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# The short convolution
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs for few tokens."""
+    monkeypatch.setattr(short_conv, "FORWARD_ROWS", 8)
+    monkeypatch.setattr(short_conv, "BACKWARD_ROWS", 4)
+    monkeypatch.setattr(short_conv, "FEWEST_ROWS", 4)
+    monkeypatch.setattr(short_conv, "FORWARD_UNROLL", 3)
+    monkeypatch.setattr(short_conv, "BACKWARD_UNROLL", 2)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("T", "W", "given"),
+    [(1, 1, {"bias"}), (1, 4, {"initial_state"}), (2, 4, set()), (11, 4, {"bias", "initial_state"}), (9, 8, {"bias"})],
+)
+@pytest.mark.usefixtures("short_segments")
+def test_conv_matches_float64(dtype: torch.dtype, T: int, W: int, given: set[str]) -> None:
+    """Two blocks of channels, the last not full; fewer tokens than taps; several segments."""
+    inputs = checks.conv_inputs(2, T, 130 if T == 2 else 5, W, given)
+    checks.assert_conv(inputs, dtype, LIMITS[dtype], activation="silu" if T != 9 else None)
+
+
+@pytest.mark.parametrize(("W", "dtype"), [(1, torch.int32), (3, torch.int64), (4, torch.int32)], ids=str)
+@pytest.mark.usefixtures("short_segments")
+def test_conv_packed(W: int, dtype: torch.dtype) -> None:
+    """Sequences that are empty, shorter than the window, end within a segment or with it."""
+    for bounds in ([0, 0, 2, 3, 3, 8, 13, 13], [0, 7, 9, 13]):
+        cu_seqlens = torch.tensor(bounds, dtype=dtype)
+        inputs = checks.conv_inputs(1, 13, 5, W, {"bias", "initial_state"}, N=len(bounds) - 1)
+        checks.assert_conv(inputs, FLOAT32, LIMITS[FLOAT32], activation="silu", cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_conv_sequences_alone_are_the_same_bits() -> None:
+    """Rows of a batch, packed sequences, and pieces with the state carried."""
+    inputs = checks.conv_inputs(3, 11, 5, 4, {"bias", "initial_state"}, FLOAT32)
+    checks.assert_conv_rows_alone(inputs)
+    x, weight = inputs["x"], inputs["weight"]
+    whole, last = short_convolution(x, weight, activation="silu", output_final_state=True, backend="triton")
+    state, pieces = None, []
+    for start, end in pairwise([0, 1, 2, 5, 6, 11]):
+        y, state = short_convolution(
+            x[:, start:end], weight, None, "silu", state, output_final_state=True, backend="triton"
+        )
+        pieces.append(y)
+    assert last is not None and state is not None
+    assert torch.equal(torch.cat(pieces, dim=1), whole) and torch.equal(state, last)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_conv_takes_any_strides() -> None:
+    inputs = checks.conv_inputs(2, 9, 6, 4, {"bias", "initial_state"}, FLOAT32)
+    checks.assert_conv_strides(inputs)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_conv_backward_of_one_result(used: int) -> None:
+    checks.assert_conv_one_result(checks.conv_inputs(1, 5, 4, 4, {"initial_state"}, FLOAT32), used)
+
+
+def test_conv_mixed_dtypes() -> None:
+    """Weights in float32 beside inputs in bfloat16: each gradient has its tensor's dtype."""
+    inputs = checks.conv_inputs(1, 7, 5, 4, {"bias"}, FLOAT32)
+    inputs["x"] = inputs["x"].bfloat16()
+    out = checks.conv(inputs, "triton", activation="silu")
+    ref = checks.conv({name: x.double() for name, x in inputs.items()}, "torch", activation="silu")
+    assert out["dweight"].dtype == out["dbias"].dtype == FLOAT32 and out["y"].dtype == out["dx"].dtype == BFLOAT16
+    assert error(out["dweight"], ref["dweight"]) <= 1e-6 and error(out["dbias"], ref["dbias"]) <= 1e-6
+
+
+def test_conv_leaves_float64_to_torch() -> None:
+    inputs = checks.conv_inputs(1, 3, 5, 4, set())
+    with pytest.raises(ValueError, match=r"backend: got 'triton' for torch.float64.*'torch'"):
+        short_convolution(**inputs, backend="triton")
+    assert torch.equal(short_convolution(**inputs)[0], short_convolution(**inputs, backend="torch")[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_conv_operator(packed: bool) -> None:
+    inputs = checks.conv_inputs(1, 5, 4, 3, {"bias", "initial_state"}, FLOAT32, N=2 if packed else 1)
+    cu_seqlens = torch.tensor([0, 2, 5]) if packed else None
+    leaves = [x.requires_grad_() for x in inputs.values()]
+    torch.library.opcheck(
+        torch.ops.kda_lm.short_conv_forward.default,
+        (*leaves, cu_seqlens, True, True),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    d_y, d_final = torch.randn(1, 5, 4), torch.randn_like(inputs["initial_state"])
+    torch.library.opcheck(
+        torch.ops.kda_lm.short_conv_backward.default,
+        (d_y, d_final, *(x.detach() for x in leaves), cu_seqlens, True),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_conv_compiles_without_graph_breaks() -> None:
+    inputs = checks.conv_inputs(2, 5, 4, 4, {"initial_state"}, FLOAT32)
+    checks.assert_same(checks.conv(inputs, "triton", compiler="aot_eager"), checks.conv(inputs, "triton"))
