@@ -18,10 +18,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        # float64 models stay float64; everything narrower is normalised in float32.
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps).to(x.dtype)
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps, backend)
 
 
 class SwiGLU(nn.Module):

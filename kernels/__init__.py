@@ -46,6 +46,7 @@ from kernels.named import (
     fused_recurrent_linear_attn,
     fused_recurrent_simple_gla,
 )
+from kernels.norm import gated_rms_norm, rms_norm
 from kernels.ops import DECAYS, RULES, chunk, fused_recurrent
 from kernels.short_conv import short_convolution
 from kernels.softmax import softmax_attention
@@ -69,7 +70,9 @@ __all__ = [
     "fused_recurrent_kda",
     "fused_recurrent_linear_attn",
     "fused_recurrent_simple_gla",
+    "gated_rms_norm",
     "resolve_backend",
+    "rms_norm",
     "short_convolution",
     "softmax_attention",
 ]

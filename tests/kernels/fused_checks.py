@@ -6,7 +6,7 @@ import torch
 from recurrence_cases import Inputs, assert_close
 from torch import Tensor
 
-from kernels import short_convolution
+from kernels import gated_rms_norm, rms_norm, short_convolution
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -119,3 +119,62 @@ def assert_conv_one_result(inputs: Inputs, used: int) -> None:
             {name: torch.zeros_like(x) if d is None else d for (name, x), d in zip(leaves.items(), grads, strict=True)}
         )
     assert_close(found[0], found[1], 1e-5)
+
+
+# Norms
+
+
+def norm_inputs(
+    *shape: int, gated: bool = True, weighted: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Inputs:
+    """Rows of all lengths, down to where eps counts."""
+    x = normal(*shape, seed=seed)
+    inputs = {"x": x * torch.logspace(-4, 2, shape[0], dtype=x.dtype).view(-1, *[1] * (len(shape) - 1))}
+    if gated:
+        inputs["gate"] = 3 * normal(*shape, seed=seed + 1)
+    if weighted:
+        inputs["weight"] = normal(shape[-1], seed=seed + 2)
+    return {name: x.to(dtype) for name, x in inputs.items()}
+
+
+def norm(inputs: Inputs, backend: str, compiler: str | None = None, **options: Any) -> Inputs:
+    """y and every gradient."""
+    leaves = leaves_of(inputs)
+
+    def function(**tensors: Tensor) -> Tensor:
+        return (gated_rms_norm if "gate" in tensors else rms_norm)(**tensors, **options, backend=backend)
+
+    call = function if compiler is None else torch.compile(function, backend=compiler, fullgraph=True)
+    return differentiate({"y": call(**leaves)}, leaves)
+
+
+def assert_norm(inputs: Inputs, dtype: torch.dtype, limit: float, **options: Any) -> None:
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    ref = norm({name: x.double() for name, x in inputs.items()}, "torch", **options)
+    out = norm(inputs, "triton", **options)
+    assert all(x.dtype == dtype for x in out.values())
+    assert_close(out, ref, limit)
+
+
+def assert_norm_rows_alone(inputs: Inputs) -> None:
+    """Every row has the output that it has alone, and but for the weight's the gradients."""
+
+    def results(inputs: Inputs) -> Inputs:
+        leaves = leaves_of(inputs)
+        y = gated_rms_norm(**leaves, backend="triton")
+        d_x, d_gate = torch.autograd.grad(y, (leaves["x"], leaves["gate"]), inputs["gate"])
+        return {"y": y.detach(), "dx": d_x, "dgate": d_gate}
+
+    together = results(inputs)
+    for n in range(len(inputs["x"])):
+        alone = results({name: x if name == "weight" else x[n : n + 1] for name, x in inputs.items()})
+        assert_same(alone, {name: x[n : n + 1] for name, x in together.items()})
+
+
+def assert_norm_strides(inputs: Inputs) -> None:
+    """Parts of wider tensors, or laid out backwards."""
+    expected = norm(inputs, "triton")
+    for change in (lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]], lambda x: x.mT.contiguous().mT):
+        others = {name: x if name == "weight" else change(x) for name, x in inputs.items()}
+        assert not others["x"].is_contiguous()
+        assert_same(norm(others, "triton"), expected)

@@ -1,6 +1,6 @@
 """The kernels around the recurrence compile for every generation of GPUs, without one: see test_triton_compiles.py.
 
-None of them spills a register.
+None of them spills a register, but for the widest rows that cannot be read 16 bytes at a time.
 """
 
 import importlib.util
@@ -19,6 +19,7 @@ import triton
 from test_triton_compiles import DEFAULT_SHARED, KIB, TRITON, Kernel, compiled, recorded
 from torch import Tensor
 
+from kernels.gpu.norm import norm as norm_of
 from kernels.gpu.short_conv import short_conv
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -41,13 +42,26 @@ def conv(T: int, D: int, W: int, dtype: torch.dtype, packed: bool, everything: b
     both(function, *leaves)
 
 
+def norm(N: int, dtype: torch.dtype, gated: bool) -> None:
+    x, gate, weight = torch.zeros(16, N, dtype=dtype), torch.zeros(16, N, dtype=dtype), torch.zeros(N)
+    if gated:
+        both(lambda *leaves: [norm_of(*leaves, 1e-6, True)], x, gate, weight)
+    else:
+        both(lambda x, weight: [norm_of(x, None, weight, 1e-6, True)], x, weight)
+
+
 OPERATIONS = {
     "conv-bf16": (conv, 64, 256, 4, BFLOAT16, False, False),
     "conv-bf16-everything": (conv, 64, 200, 4, BFLOAT16, True, True),
     "conv-bf16-width8": (conv, 64, 256, 8, BFLOAT16, False, False),
     "conv-fp32": (conv, 64, 256, 4, FLOAT32, False, False),
     "conv-bf16-step": (conv, 1, 256, 4, BFLOAT16, False, True),
+    "norm-128-bf16": (norm, 128, BFLOAT16, True),
+    "norm-1024-bf16": (norm, 1024, BFLOAT16, False),
+    "norm-8192-fp32": (norm, 8192, FLOAT32, True),
+    "norm-8191": (norm, 8191, BFLOAT16, True),
 }
+SPILLS = {"norm-8191-sm90-norm_gradients_kernel": 320}  # bytes, with TRITON
 CAPABILITIES = (80, 90, 100)
 
 
@@ -72,4 +86,4 @@ def test_compiles(name: str) -> None:
     metadata, spilled = compiled(KERNELS[name])
     assert metadata.shared <= KERNELS[name].limit, f"{metadata.shared} bytes of shared memory"
     if triton.__version__ == TRITON and spilled is not None:
-        assert spilled == 0, f"{spilled} bytes spilled"
+        assert spilled <= SPILLS.get(name, 0), f"{spilled} bytes spilled"

@@ -16,7 +16,7 @@ interpreter.required()
 import bfloat16  # noqa: E402
 import fused_checks as checks  # noqa: E402
 
-from kernels import short_convolution  # noqa: E402
+from kernels import gated_rms_norm, rms_norm, short_convolution  # noqa: E402
 from kernels.gpu import short_conv  # noqa: E402
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -136,3 +136,66 @@ def test_conv_operator(packed: bool) -> None:
 def test_conv_compiles_without_graph_breaks() -> None:
     inputs = checks.conv_inputs(2, 5, 4, 4, {"initial_state"}, FLOAT32)
     checks.assert_same(checks.conv(inputs, "triton", compiler="aot_eager"), checks.conv(inputs, "triton"))
+
+
+# Norms
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("shape", "gated", "weighted"),
+    [((3, 5, 2, 20), True, True), ((7, 5000), True, True), ((9, 1), False, True), ((130, 64), True, False)],
+)
+def test_norm_matches_float64(dtype: torch.dtype, shape: tuple[int, ...], gated: bool, weighted: bool) -> None:
+    """Many short rows in a program or a long one; more of them than programs."""
+    inputs = checks.norm_inputs(*shape, gated=gated, weighted=weighted)
+    for activation in ("sigmoid", "silu") if gated else (None,):
+        checks.assert_norm(inputs, dtype, LIMITS[dtype], **({"activation": activation} if activation else {}))
+
+
+def test_norm_rows_alone_are_the_same_bits() -> None:
+    checks.assert_norm_rows_alone(checks.norm_inputs(3, 5, 20, dtype=FLOAT32))
+
+
+def test_norm_takes_any_strides() -> None:
+    checks.assert_norm_strides(checks.norm_inputs(3, 5, 20, dtype=FLOAT32))
+
+
+def test_norm_weights_in_float32() -> None:
+    """Beside a bfloat16 x: their gradient is not rounded."""
+    inputs = checks.norm_inputs(6, 20, dtype=BFLOAT16)
+    inputs["weight"] = inputs["weight"].float()
+    out = checks.norm(inputs, "triton")
+    ref = checks.norm({name: x.double() for name, x in inputs.items()}, "torch")
+    assert out["y"].dtype == BFLOAT16 and out["dweight"].dtype == FLOAT32
+    assert error(out["dweight"], ref["dweight"]) <= FLOAT32_ERROR
+
+
+def test_norm_of_nothing_and_what_it_leaves_to_torch() -> None:
+    assert rms_norm(torch.zeros(0, 4), torch.ones(4), backend="triton").shape == (0, 4)
+    for x in (torch.ones(2, 8193), torch.ones(2, 4, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"backend: got 'triton' for N = .*accepted: N ≤ 8192 in 16.*'torch'"):
+            gated_rms_norm(x, x, backend="triton")
+        assert torch.equal(gated_rms_norm(x, x), gated_rms_norm(x, x, backend="torch"))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_norm_operator(gated: bool) -> None:
+    inputs = {x: y.requires_grad_() for x, y in checks.norm_inputs(2, 3, 20, gated=gated, dtype=FLOAT32).items()}
+    tensors = [inputs.get(name) for name in ("x", "gate", "weight")]
+    torch.library.opcheck(
+        torch.ops.kda_lm.norm_forward.default,
+        (*tensors, 1e-6, True, True),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    detached = [None if x is None else x.detach() for x in tensors]
+    torch.library.opcheck(
+        torch.ops.kda_lm.norm_backward.default,
+        (torch.ones(2, 3, 20), *detached, torch.ones(2, 3), True),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_norm_compiles_without_graph_breaks() -> None:
+    inputs = checks.norm_inputs(2, 3, 20, dtype=FLOAT32)
+    checks.assert_same(checks.norm(inputs, "triton", compiler="aot_eager"), checks.norm(inputs, "triton"))
