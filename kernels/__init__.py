@@ -32,6 +32,7 @@ Errors   ValueError for wrong shapes and values, TypeError for wrong types and d
 """
 
 from kernels.checks import BACKENDS, PLAIN_BACKENDS, resolve_backend
+from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.named import (
     chunk_delta_rule,
     chunk_gated_delta_rule,
@@ -71,6 +72,7 @@ __all__ = [
     "fused_recurrent_linear_attn",
     "fused_recurrent_simple_gla",
     "gated_rms_norm",
+    "linear_cross_entropy",
     "resolve_backend",
     "rms_norm",
     "short_convolution",

@@ -6,7 +6,7 @@ import torch
 from recurrence_cases import Inputs, assert_close
 from torch import Tensor
 
-from kernels import gated_rms_norm, rms_norm, short_convolution
+from kernels import gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -178,3 +178,38 @@ def assert_norm_strides(inputs: Inputs) -> None:
         others = {name: x if name == "weight" else change(x) for name, x in inputs.items()}
         assert not others["x"].is_contiguous()
         assert_same(norm(others, "triton"), expected)
+
+
+# The loss
+
+
+def loss_inputs(N: int, dim: int, vocab: int, dtype: torch.dtype = torch.float64, ignored: float = 0.3) -> Inputs:
+    """Logits of deviation 3, and targets of which a part does not count."""
+    targets = torch.randint(vocab, (N,), generator=torch.Generator().manual_seed(2))
+    targets[torch.rand(N, generator=torch.Generator().manual_seed(3)) < ignored] = -100
+    x, weight = normal(N, dim), 3 * dim**-0.5 * normal(vocab, dim, seed=1)
+    return {"x": x.to(dtype), "weight": weight.to(dtype), "targets": targets}
+
+
+def loss(inputs: Inputs, backend: str, compiler: str | None = None, factor: float = 0.1, **options: Any) -> Inputs:
+    """The loss, and the gradients of x and weight of `factor` times it."""
+    targets = inputs["targets"]
+    leaves = leaves_of({name: x for name, x in inputs.items() if name != "targets"})
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, targets, **options, backend=backend)
+
+    call = function if compiler is None else torch.compile(function, backend=compiler, fullgraph=True)
+    result = call(**leaves)
+    d_x, d_weight = torch.autograd.grad(factor * result, list(leaves.values()))
+    return {"loss": result.detach(), "dx": d_x, "dweight": d_weight}
+
+
+def exact_loss(inputs: Inputs, **options: Any) -> Inputs:
+    """In float64 over the same rounded inputs."""
+    return loss({name: x if name == "targets" else x.double() for name, x in inputs.items()}, "torch", **options)
+
+
+def assert_loss(out: Inputs, ref: Inputs, limit: float, loss_limit: float) -> None:
+    assert_close({"loss": out["loss"]}, {"loss": ref["loss"]}, loss_limit)
+    assert_close({x: out[x] for x in ("dx", "dweight")}, {x: ref[x] for x in ("dx", "dweight")}, limit)

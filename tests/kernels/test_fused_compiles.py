@@ -19,6 +19,7 @@ import triton
 from test_triton_compiles import DEFAULT_SHARED, KIB, TRITON, Kernel, compiled, recorded
 from torch import Tensor
 
+from kernels.gpu.cross_entropy import linear_cross_entropy
 from kernels.gpu.norm import norm as norm_of
 from kernels.gpu.short_conv import short_conv
 
@@ -50,6 +51,11 @@ def norm(N: int, dtype: torch.dtype, gated: bool) -> None:
         both(lambda x, weight: [norm_of(x, None, weight, 1e-6, True)], x, weight)
 
 
+def loss(vocab: int, dtype: torch.dtype) -> None:
+    x, weight = torch.zeros(4, 16, dtype=dtype), torch.zeros(vocab, 16, dtype=dtype)
+    both(lambda *leaves: [linear_cross_entropy(*leaves, torch.zeros(4, dtype=torch.int64), -100, 0.1)], x, weight)
+
+
 OPERATIONS = {
     "conv-bf16": (conv, 64, 256, 4, BFLOAT16, False, False),
     "conv-bf16-everything": (conv, 64, 200, 4, BFLOAT16, True, True),
@@ -60,6 +66,8 @@ OPERATIONS = {
     "norm-1024-bf16": (norm, 1024, BFLOAT16, False),
     "norm-8192-fp32": (norm, 8192, FLOAT32, True),
     "norm-8191": (norm, 8191, BFLOAT16, True),
+    "loss-32000-bf16": (loss, 32000, BFLOAT16),
+    "loss-50257-fp32": (loss, 50257, FLOAT32),
 }
 SPILLS = {"norm-8191-sm90-norm_gradients_kernel": 320}  # bytes, with TRITON
 CAPABILITIES = (80, 90, 100)

@@ -5,6 +5,7 @@ test_fused_gpu.py has the real compiler, other dtypes and sizes.
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import interpreter
 import pytest
@@ -16,8 +17,8 @@ interpreter.required()
 import bfloat16  # noqa: E402
 import fused_checks as checks  # noqa: E402
 
-from kernels import gated_rms_norm, rms_norm, short_convolution  # noqa: E402
-from kernels.gpu import short_conv  # noqa: E402
+from kernels import gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution  # noqa: E402
+from kernels.gpu import cross_entropy, short_conv  # noqa: E402
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 LIMITS = {FLOAT32: FLOAT32_ERROR, BFLOAT16: BFLOAT16_ERROR}
@@ -199,3 +200,92 @@ def test_norm_operator(gated: bool) -> None:
 def test_norm_compiles_without_graph_breaks() -> None:
     inputs = checks.norm_inputs(2, 3, 20, dtype=FLOAT32)
     checks.assert_same(checks.norm(inputs, "triton", compiler="aot_eager"), checks.norm(inputs, "triton"))
+
+
+# The loss
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks for few rows, several blocks for few logits."""
+    monkeypatch.setattr(cross_entropy, "FEWEST_ROWS", 4)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(cross_entropy, "BLOCK", 512)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("N", "dim", "vocab", "options"),
+    [(9, 12, 700, {}), (5, 3, 1, {"z_loss": 0.1}), (10, 16, 513, {"z_loss": 1e-2, "ignore_index": 5})],
+)
+@pytest.mark.usefixtures("short_chunks")
+def test_loss_matches_float64(dtype: torch.dtype, N: int, dim: int, vocab: int, options: dict[str, Any]) -> None:
+    """The loss is of float32 logits in any case; bfloat16 gradients are rounded three times."""
+    inputs = checks.loss_inputs(N, dim, vocab, dtype)
+    if "ignore_index" in options:
+        inputs["targets"].masked_fill_(inputs["targets"] == -100, 5)
+    elif vocab > 1:
+        assert (inputs["targets"] == -100).any()
+    out = checks.loss(inputs, "triton", **options)
+    assert out["loss"].dtype == FLOAT32 and out["loss"].shape == () and out["dx"].dtype == dtype
+    checks.assert_loss(out, checks.exact_loss(inputs, **options), 1.5 * LIMITS[dtype], FLOAT32_ERROR)
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_loss_of_extreme_logits() -> None:
+    inputs = checks.loss_inputs(6, 4, 600, FLOAT32)
+    inputs["x"] *= 1e3
+    checks.assert_loss(checks.loss(inputs, "triton"), checks.exact_loss(inputs), 1e-5, FLOAT32_ERROR)
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_loss_without_targets_or_gradients() -> None:
+    inputs = checks.loss_inputs(6, 4, 30, FLOAT32)
+    x, weight, targets = inputs.values()
+    ref = checks.exact_loss(inputs)
+    assert error(linear_cross_entropy(x, weight, targets, backend="triton"), ref["loss"]) <= FLOAT32_ERROR
+    for name in ("x", "weight"):  # of one of the two alone
+        leaves = {**inputs, name: inputs[name].clone().requires_grad_()}
+        linear_cross_entropy(**leaves, backend="triton").mul(0.1).backward()
+        gradient = leaves[name].grad
+        assert gradient is not None and error(gradient, ref[f"d{name}"]) <= FLOAT32_ERROR
+    out = checks.loss({**inputs, "targets": torch.full((6,), -100)}, "triton")
+    assert all(not result.any() for result in out.values())
+    assert linear_cross_entropy(x, weight, torch.full((6,), 30), backend="triton").isnan()
+    assert linear_cross_entropy(x[:0], weight, targets[:0], backend="triton") == 0
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_loss_under_autocast() -> None:
+    """Operands are rounded, and so x's gradient; that of float32 weights is not."""
+    inputs = checks.loss_inputs(9, 12, 40, FLOAT32)
+    with torch.autocast("cpu", BFLOAT16):
+        out = checks.loss(inputs, "triton")
+    rounded = {name: x if name == "targets" else x.bfloat16() for name, x in inputs.items()}
+    assert out["loss"].dtype == out["dx"].dtype == out["dweight"].dtype == FLOAT32
+    assert not torch.equal(out["dweight"], out["dweight"].bfloat16())
+    checks.assert_loss(out, checks.exact_loss(rounded), LIMITS[BFLOAT16], FLOAT32_ERROR)
+
+
+def test_loss_backward_twice() -> None:
+    """A graph that is kept gives the same gradients again."""
+    inputs = checks.loss_inputs(5, 4, 30, FLOAT32)
+    x, weight = (inputs[name].requires_grad_() for name in ("x", "weight"))
+    result = linear_cross_entropy(x, weight, inputs["targets"], backend="triton")
+    first, second = (torch.autograd.grad(2.0 * result, (x, weight), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_loss_operator() -> None:
+    inputs = checks.loss_inputs(5, 4, 30, FLOAT32)
+    x, weight = (inputs[name].requires_grad_() for name in ("x", "weight"))
+    torch.library.opcheck(
+        torch.ops.kda_lm.cross_entropy_forward.default,
+        (x, weight, inputs["targets"], -100, 0.1, True, True),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_loss_compiles_without_graph_breaks() -> None:
+    inputs = checks.loss_inputs(5, 4, 30, FLOAT32)
+    checks.assert_same(checks.loss(inputs, "triton", compiler="aot_eager"), checks.loss(inputs, "triton"))
