@@ -10,7 +10,7 @@ from kernels import gated_rms_norm, linear_cross_entropy, rms_norm, short_convol
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def assert_same(out: Inputs, ref: Inputs) -> None:
