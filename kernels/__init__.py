@@ -1,4 +1,5 @@
-"""Linear attention as one recurrence with two switches; softmax attention and the short convolution beside it.
+"""Linear attention as one recurrence with two switches; beside it softmax attention, and what a model surrounds them
+with: the short convolution, norms, the loss.
 
 S [K, V] is the state of a head, g ≤ 0 a log-decay, β a write strength:
 
@@ -16,6 +17,9 @@ S [K, V] is the state of a head, g ≤ 0 a log-decay, β a write strength:
 `chunk_*` is for training and long prompts, `fused_recurrent_*`, with the same cells and signatures, for decoding.
 `chunk` and `fused_recurrent` take rule and decay as arguments; `help(kernels.chunk)` describes all arguments.
 Names and argument order are those of flash-linear-attention.
+
+`short_convolution`, `rms_norm`, `gated_rms_norm` and `linear_cross_entropy` take the same backends, and say themselves
+what else they take.
 
 Shapes   q, k [B, T, H, K]; v, o [B, T, HV, V]; g [B, T, HV] or [B, T, HV, K]; beta [B, T, HV]. HV is a multiple of
          H: value head i reads key head i // (HV // H).

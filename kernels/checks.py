@@ -36,13 +36,8 @@ def resolve_backend(backend: str, device: torch.device | str, accepted: tuple[st
     return "torch" if "triton" not in accepted or missing_for_triton(torch.device(device)) else "triton"
 
 
-def resolve_fitting(backend: str, device: torch.device, fits: bool, got: str, accepted: str) -> str:
-    """As `resolve_backend`; where the arguments do not fit the Triton kernels, "auto" goes without and "triton" is
-    refused, with what was `got` and is `accepted`.
-    """
-    chosen = resolve_backend(backend, device)
-    if chosen != "triton" or fits:
-        return chosen
+def without_triton(backend: str, got: str, accepted: str) -> str:
+    """The implementation for arguments that Triton kernels do not take: "auto" goes without, "triton" is refused."""
     if backend == "triton":
         raise ValueError(f"backend: got 'triton' for {got}, accepted: {accepted}; backend='torch' takes any")
     return "torch"

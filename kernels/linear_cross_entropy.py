@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.checks import check_tensor, resolve_fitting
+from kernels.checks import check_tensor, resolve_backend, without_triton
 
 TRITON: Callable[..., Any]
 if importlib.util.find_spec("triton") is not None:
@@ -53,8 +53,9 @@ def linear_cross_entropy(
         raise TypeError(f"z_loss: got {type(z_loss).__name__}, accepted: a number from 0 on")
     if not z_loss >= 0:
         raise ValueError(f"z_loss: got {z_loss}, accepted: a number from 0 on")
-    wide = torch.float64 in (x.dtype, weight.dtype)
-    chosen = resolve_fitting(backend, x.device, not wide, "torch.float64", "16 or 32 bits")
+    chosen = resolve_backend(backend, x.device)
+    if chosen == "triton" and torch.float64 in (x.dtype, weight.dtype):
+        chosen = without_triton(backend, "torch.float64", "16 or 32 bits")
     if chosen == "triton" and targets.numel():
         if autocast:
             x = x.to(torch.get_autocast_dtype(kind))

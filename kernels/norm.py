@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.checks import check_choice, check_tensor, resolve_fitting
+from kernels.checks import check_choice, check_tensor, resolve_backend, without_triton
 from kernels.gpu.tiles import WIDEST_NORM
 
 ACTIVATIONS = ("sigmoid", "silu")
@@ -80,10 +80,12 @@ def _width(x: Tensor) -> int:
 
 
 def _takes_triton(backend: str, x: Tensor, *others: Tensor) -> bool:
-    N, dtypes = x.shape[-1], {z.dtype for z in (x, *others)}
-    fits = N <= WIDEST_NORM and torch.float64 not in dtypes
-    got, accepted = f"N = {N} in {' and '.join(map(str, dtypes))}", f"N ≤ {WIDEST_NORM} in 16 or 32 bits"
-    return resolve_fitting(backend, x.device, fits, got, accepted) == "triton" and x.numel() > 0
+    N, wide = x.shape[-1], any(z.dtype == torch.float64 for z in (x, *others))
+    chosen = resolve_backend(backend, x.device)
+    if chosen == "triton" and (wide or N > WIDEST_NORM):
+        got = f"N = {N} in {torch.float64 if wide else x.dtype}"
+        chosen = without_triton(backend, got, f"N ≤ {WIDEST_NORM} in 16 or 32 bits")
+    return chosen == "triton" and x.numel() > 0
 
 
 def _normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

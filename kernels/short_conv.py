@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.checks import check_choice, check_cu_seqlens, check_tensor, read_cu_seqlens, resolve_fitting
+from kernels.checks import (
+    check_choice,
+    check_cu_seqlens,
+    check_tensor,
+    read_cu_seqlens,
+    resolve_backend,
+    without_triton,
+)
 from kernels.reference import compute_dtype
 
 MAX_WIDTH = 8
@@ -60,7 +67,9 @@ def short_convolution(
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is not None:
         check_tensor("initial_state", initial_state, "N, W − 1, D", (N, history, D), x, x.dtype)
-    chosen = resolve_fitting(backend, x.device, dtype == torch.float32, f"{dtype}", "16 or 32 bits")
+    chosen = resolve_backend(backend, x.device)
+    if chosen == "triton" and dtype != torch.float32:
+        chosen = without_triton(backend, f"{dtype}", "16 or 32 bits")
     # A compiled model cannot stop to read values; the kernels only read cu_seqlens on the GPU.
     bounds = None
     if chosen != "triton" or not torch.compiler.is_compiling():

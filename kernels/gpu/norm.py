@@ -164,8 +164,9 @@ def _start(tensors: Sequence[Tensor | None], silu: bool, *key: Any) -> tuple[Lau
     x = tensors[0]
     assert x is not None
     constants = {**tile(x.shape[1]), "SILU": silu}
-    strides = [z.stride(0) for z in tensors if z is not None and z.dim() == 2]
-    return launcher("norm", x.device, key, *constants.values(), types(*tensors), numbers(*strides)), constants
+    sizes = numbers(*(z.stride(0) for z in tensors if z is not None and z.dim() == 2))
+    wide = x.shape[0] >= 2**31
+    return launcher("norm", x.device, wide, key, *constants.values(), types(*tensors), sizes), constants
 
 
 def _forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, silu: bool, keep: bool) -> list[Tensor]:
