@@ -69,7 +69,8 @@ def cross_entropy_kernel(
     log_sum = tl.where(counts, top + LN_2 * tl.log2(sums), 0.0)
 
     known = (target >= 0) & (target < V)
-    chosen = tl.load(logits + tl.where(known, target, 0))
+    place = tl.where(known, target, 0).to(tl.int32)
+    chosen = tl.load(logits + place)
     loss = log_sum - tl.where(known, chosen, float("nan")) + z_loss * log_sum * log_sum
     tl.store(losses + row, tl.where(counts, loss, 0.0))
 
@@ -78,7 +79,7 @@ def cross_entropy_kernel(
         factor = 1.0 + 2.0 * z_loss * log_sum
         for start in range(0, V, BV):
             z = tl.load(logits + start + columns, mask=start + columns < stride, other=0.0)
-            error = factor * exp2((z - log_sum) * LOG2_E) - tl.where(start + columns == target, 1.0, 0.0)
+            error = factor * exp2((z - log_sum) * LOG2_E) - tl.where(start + columns == place, 1.0, 0.0)
             error = tl.where(counts & (start + columns < V), error, 0.0)
             tl.store(errors + start + columns, error.to(errors.dtype.element_ty), mask=start + columns < stride)
 
