@@ -81,6 +81,6 @@ def evaluate(
     model.eval()
     tally = Tally()
     for batch in batches:
-        tally.add(*model.loss(**{name: tensor.to(device) for name, tensor in batch.items()}))
+        tally.add(*model.loss(**{name: tensor.to(device) for name, tensor in batch.items()}, z_loss=0.0))
     model.train(training)
     return tally.score(num_bytes)

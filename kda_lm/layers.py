@@ -18,10 +18,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        # float64 models stay float64; everything narrower is normalised in float32.
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps).to(x.dtype)
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps, backend)
 
 
 class SwiGLU(nn.Module):
@@ -49,16 +47,17 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.randn(dim, width) * width**-0.5)
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, backend: str = "auto"
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D] → y [B, T, D] and the state after the last token."""
         return kernels.short_convolution(
             x,
-            self.weight.to(x.dtype),
+            self.weight,
             activation=self.activation,
             initial_state=state,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            backend=backend,
         )
 
 

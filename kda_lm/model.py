@@ -20,7 +20,6 @@ from itertools import groupby
 from typing import Any, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
@@ -195,13 +194,16 @@ class LM(nn.Module):
         x, states = self.hidden_states(tokens[:, None], state, recurrent=True)
         return _full_precision(self.head(x[:, 0])), states
 
-    def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, z_loss: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """Sum of −log p(target), in nats, over the targets that are not −100, and their number.
 
-        A sum and a count, not a mean: batches and micro-batches then add up whatever their masks.
+        A sum and a count, not a mean: batches and micro-batches then add up whatever their masks. With `z_loss` each
+        target also adds z_loss · (log Σ exp logits)², which no score should have in it.
         """
-        logits, _ = self(tokens, cu_seqlens=cu_seqlens)
-        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        x, _ = self.hidden_states(tokens, cu_seqlens=cu_seqlens)
+        nll = kernels.linear_cross_entropy(x, self.head.weight, targets, z_loss=z_loss)
         return nll, (targets != -100).sum()
 
     def num_parameters(self, embeddings: bool = True) -> int:

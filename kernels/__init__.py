@@ -1,4 +1,5 @@
-"""Linear attention as one recurrence with two switches; softmax attention and the short convolution beside it.
+"""Linear attention as one recurrence with two switches; beside it softmax attention, and what a model surrounds them
+with: the short convolution, norms, the loss.
 
 S [K, V] is the state of a head, g ≤ 0 a log-decay, β a write strength:
 
@@ -17,6 +18,9 @@ S [K, V] is the state of a head, g ≤ 0 a log-decay, β a write strength:
 `chunk` and `fused_recurrent` take rule and decay as arguments; `help(kernels.chunk)` describes all arguments.
 Names and argument order are those of flash-linear-attention.
 
+`short_convolution`, `rms_norm`, `gated_rms_norm` and `linear_cross_entropy` take the same backends, and say themselves
+what else they take.
+
 Shapes   q, k [B, T, H, K]; v, o [B, T, HV, V]; g [B, T, HV] or [B, T, HV, K]; beta [B, T, HV]. HV is a multiple of
          H: value head i reads key head i // (HV // H).
 State    [N, HV, K, V], N = B or the number of packed sequences. What a call returns goes into the next as
@@ -32,6 +36,7 @@ Errors   ValueError for wrong shapes and values, TypeError for wrong types and d
 """
 
 from kernels.checks import BACKENDS, PLAIN_BACKENDS, resolve_backend
+from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.named import (
     chunk_delta_rule,
     chunk_gated_delta_rule,
@@ -46,6 +51,7 @@ from kernels.named import (
     fused_recurrent_linear_attn,
     fused_recurrent_simple_gla,
 )
+from kernels.norm import gated_rms_norm, rms_norm
 from kernels.ops import DECAYS, RULES, chunk, fused_recurrent
 from kernels.short_conv import short_convolution
 from kernels.softmax import softmax_attention
@@ -69,7 +75,10 @@ __all__ = [
     "fused_recurrent_kda",
     "fused_recurrent_linear_attn",
     "fused_recurrent_simple_gla",
+    "gated_rms_norm",
+    "linear_cross_entropy",
     "resolve_backend",
+    "rms_norm",
     "short_convolution",
     "softmax_attention",
 ]

@@ -36,6 +36,13 @@ def resolve_backend(backend: str, device: torch.device | str, accepted: tuple[st
     return "torch" if "triton" not in accepted or missing_for_triton(torch.device(device)) else "triton"
 
 
+def without_triton(backend: str, got: str, accepted: str) -> str:
+    """The implementation for arguments that Triton kernels do not take: "auto" goes without, "triton" is refused."""
+    if backend == "triton":
+        raise ValueError(f"backend: got 'triton' for {got}, accepted: {accepted}; backend='torch' takes any")
+    return "torch"
+
+
 @torch.compiler.assume_constant_result
 def missing_for_triton(device: torch.device) -> str | None:
     """What the Triton kernels lack on `device`, None if nothing."""

@@ -1,15 +1,29 @@
 """The short causal depthwise convolution in front of queries, keys and values, with its state for decoding."""
 
+import importlib.util
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.checks import PLAIN_BACKENDS, check_choice, check_tensor, read_cu_seqlens, resolve_backend
+from kernels.checks import (
+    check_choice,
+    check_cu_seqlens,
+    check_tensor,
+    read_cu_seqlens,
+    resolve_backend,
+    without_triton,
+)
 from kernels.reference import compute_dtype
 
 MAX_WIDTH = 8
+
+TRITON: Callable[..., Any]
+if importlib.util.find_spec("triton") is not None:
+    from kernels.gpu.short_conv import short_conv as TRITON
 
 
 def short_convolution(
@@ -32,7 +46,7 @@ def short_convolution(
         initial_state: [N, W − 1, D] in x's dtype, the inputs before each sequence, latest last; zero unless given.
         output_final_state: return the state that continues each sequence, else None in its place.
         cu_seqlens: int32 or int64 [N + 1], boundaries of N sequences (empty ones allowed) packed along T; B = 1.
-        backend: see `resolve_backend`; "torch" and "reference" are one implementation.
+        backend: see `resolve_backend`; "torch" and "reference" are one implementation, "triton" takes 16 and 32 bits.
 
     Returns:
         y [B, T, D] in x's dtype, and the last W − 1 inputs of each sequence [N, W − 1, D] in x's dtype or None:
@@ -48,12 +62,23 @@ def short_convolution(
         check_tensor("bias", bias, "D", (D,), x)
     if activation is not None:
         check_choice("activation", activation, ("silu",))
-    bounds = read_cu_seqlens(cu_seqlens, B, T)
-    N = B if bounds is None else len(bounds) - 1
+    dtype = compute_dtype(x, weight)
+    check_cu_seqlens(cu_seqlens, B)
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, "N, W − 1, D", (N, history, D), x, x.dtype)
+    chosen = resolve_backend(backend, x.device)
+    if chosen == "triton" and dtype != torch.float32:
+        chosen = without_triton(backend, f"{dtype}", "16 or 32 bits")
+    # A compiled model cannot stop to read values; the kernels only read cu_seqlens on the GPU.
+    bounds = None
+    if chosen != "triton" or not torch.compiler.is_compiling():
+        bounds = read_cu_seqlens(cu_seqlens, B, T)
+    if chosen == "triton":
+        boundaries = None if cu_seqlens is None else cu_seqlens.to(x.device)
+        return TRITON(x, weight, bias, initial_state, boundaries, activation == "silu", output_final_state)
     if initial_state is None:
         initial_state = x.new_zeros(N, history, D)
-    check_tensor("initial_state", initial_state, "N, W − 1, D", (N, history, D), x, x.dtype)
-    resolve_backend(backend, x.device, PLAIN_BACKENDS)
 
     state = None
     if bounds is None:
@@ -68,7 +93,6 @@ def short_convolution(
             state = torch.stack([inputs[0, end : end + history] for end in ends])
 
     # Shifted multiply-adds: no slower than conv1d with D groups, and several times faster at T = 1.
-    dtype = compute_dtype(x, weight)
     inputs, taps = inputs.to(dtype), weight.to(dtype).unbind(1)
     length = inputs.shape[1] - history
     y = inputs[:, :length] * taps[0]

@@ -19,6 +19,8 @@ Memory    extra MiB: the peak during forward and backward beyond inputs and d_o;
 Host      µs of wall time per forward and backward at B=1 T=64, where the GPU waits for the host.
 Cold      seconds of the first forward and backward in a new process with an empty Triton cache, imports not counted.
 Decoding  `fused_recurrent_*`, one token of B sequences, float32 state; floor = the state read and written.
+Around    short_convolution, rms_norm, gated_rms_norm and linear_cross_entropy, if --ops names them, beside the same in
+          plain torch, run eagerly; fused.py says at which sizes.
 """
 
 import argparse
@@ -34,7 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script finds what lies beside it, not its own package
 
 import kernels
-from scripts.benchmarking import measure, tuning
+from scripts.benchmarking import fused, measure, tuning
 from scripts.benchmarking.cases import NAMES, Case, Contender, Shape, cases_of, fla, make_inputs, ours
 from scripts.benchmarking.run import Options, Run, UsageError
 
@@ -46,6 +48,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
+OPS = (*NAMES.values(), *fused.NAMES)
 GPU_SHAPES = "8x4096x16x128,32x2048x8x64,1x32768x16x128"
 CPU_SHAPES = "2x1024x4x64"
 GPU_DECODING = [Shape(256, 1, 16, 128), Shape(1, 1, 16, 128)]
@@ -85,7 +88,8 @@ def benchmark_kernels(arguments: argparse.Namespace) -> int:
     options = Options(
         shapes=shapes,
         decoding=decoding,
-        ops=arguments.ops,
+        ops=[op for op in arguments.ops if op in NAMES.values()],
+        fused=[op for op in fused.NAMES if op in arguments.ops],
         dtype=read_dtype(arguments.dtype, device),
         device=device,
         backend=arguments.backend,
@@ -103,7 +107,7 @@ def benchmark_kernels(arguments: argparse.Namespace) -> int:
     run = Run(options, read_backend(arguments.backend, device))
     if missing:
         run.say(missing)
-    if peer and peer.name == "fla":
+    if peer and peer.name == "fla" and options.ops:
         if arguments.peer_processes:
             words = ["--ops", ",".join(options.ops), "--shapes", ",".join(map(str, shapes))]
             tuning.compile_ahead(__file__, [*words, "--dtype", run.setting["dtype"]], arguments.peer_processes)
@@ -124,9 +128,7 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
         metavar="BxTxHxD,…",
         help=f"K = V = D; default {GPU_SHAPES} on a GPU, {CPU_SHAPES} on a CPU",
     )
-    command.add_argument(
-        "--ops", type=read_ops, default=list(NAMES.values()), metavar="OP,…", help=", ".join(NAMES.values())
-    )
+    command.add_argument("--ops", type=read_all_ops, default=list(NAMES.values()), metavar="OP,…", help=", ".join(OPS))
     add_common(command)
     command.add_argument(
         "--peer", default="auto", choices=("auto", "fla", "none"), help="auto: fla on a GPU, the reference on a CPU"
@@ -187,12 +189,16 @@ def read_shapes(text: str) -> list[Shape]:
     return [read_shape(part) for part in text.split(",")]
 
 
-def read_ops(text: str) -> list[str]:
+def read_ops(text: str, accepted: tuple[str, ...] = tuple(NAMES.values())) -> list[str]:
     ops = text.split(",")
     for op in ops:
-        if op not in NAMES.values():
-            raise argparse.ArgumentTypeError(f"got {op!r}, accepted: {', '.join(NAMES.values())}")
+        if op not in accepted:
+            raise argparse.ArgumentTypeError(f"got {op!r}, accepted: {', '.join(accepted)}")
     return ops
+
+
+def read_all_ops(text: str) -> list[str]:
+    return read_ops(text, OPS)
 
 
 def positive(text: str) -> int:

@@ -13,7 +13,7 @@ from support import ROOT
 
 import kernels
 from scripts import benchmark
-from scripts.benchmarking import measure, run
+from scripts.benchmarking import fused, measure, run
 from scripts.benchmarking.cases import NAMES, Case, Shape, cases_of, floor_bytes, make_inputs
 from scripts.benchmarking.report import build, number
 
@@ -194,6 +194,32 @@ def test_cpu_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert "reference" in out and "cold" in out and "floor" not in out and "fla" not in out
 
 
+def test_what_surrounds_the_recurrence(
+    pretend_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside plain torch; the recurrence only if it is named, too."""
+    monkeypatch.setattr(fused, "VOCAB", 50)
+    monkeypatch.setattr(measure, "CHECKED", {"B": 1, "T": 20})
+    words = ("--device", "cpu", "--shapes", "1x30x2x16", "--ops", ",".join(fused.NAMES), "--dtype", "float32")
+    assert call(monkeypatch, "kernels", *words, "--peer", "none", "--json", "out.json") == 0
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert [row["op"] for row in content["fused"]] == [*fused.NAMES] and content["ops"] == content["decoding"] == []
+    for row in content["fused"]:
+        for result in row["results"].values():
+            assert result["error"] < 1e-5 and result["forward_ms"] == result["both_ms"] == 2.0
+        assert row["floor_ms"]["both"] > row["floor_ms"]["forward"] > 0
+    assert "ratio = torch / ours" in capsys.readouterr().out
+    assert call(monkeypatch, "kernels", *words, "--check-only") == 0
+    assert "dgate" in capsys.readouterr().out
+
+
+def test_bytes_around_the_recurrence() -> None:
+    """A convolution of bf16 reads one tensor and writes one, and reads two and writes one in its backward."""
+    x = torch.empty(2, 100, 64, dtype=torch.bfloat16)
+    found = fused.floor_bytes("short_convolution", {"x": x})
+    assert found == {"forward": 2 * x.nbytes, "both": 5 * x.nbytes}
+
+
 def test_check_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--device", "cpu", "--shapes", "1x64x1x16,2x9x1x16", "--ops", "kda", "--check-only", "--dtype", "bf16")
     assert call(monkeypatch, "kernels", *words) == 0
@@ -206,6 +232,7 @@ def test_check_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     [
         (["--shapes", "1x2x3"], "BxTxHxD"),
         (["--shapes", "1x0x3x4"], "BxTxHxD"),
+        (["--ops", "kda,mamba"], "kda, short_convolution, rms_norm, gated_rms_norm, linear_cross_entropy"),
         (["--ops", "kda,mamba"], "linear_attn, simple_gla, gla, delta_rule, gated_delta_rule, kda"),
         (["--dtype", "float8"], "bfloat16"),
         (["--device", "tpu"], "cpu, cuda, cuda:N"),

@@ -39,7 +39,7 @@ class Mixer(nn.Module):
         """x [B, T, dim] → q, k, v; `conv_state` continues an earlier call's."""
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         if self.conv is not None:
-            qkv, conv_state = self.conv(qkv, conv_state, cu_seqlens)
+            qkv, conv_state = self.conv(qkv, conv_state, cu_seqlens, self.config.backend)
         elif self.activation == "silu":
             qkv = F.silu(qkv)
         q, k, v = qkv.split(list(self.sizes), dim=-1)

@@ -78,17 +78,22 @@ class WriteStrength(Gate):
 
 
 class OutputGate(Gate):
-    """y ⊙ act(W x) with a full matrix (rank None), or y ⊙ act(W_up W_down x + b) through a low rank (Kimi Linear)."""
+    """act(W x) with a full matrix (rank None), or act(W_up W_down x + b) through a low rank (Kimi Linear), which opens
+    the output: W x → [B, T, HV, V], before its activation.
+    """
 
-    def __init__(self, dim: int, value_dim: int, rank: int | None, activation: str) -> None:
+    def __init__(self, dim: int, num_heads: int, head_dim: int, rank: int | None, activation: str) -> None:
         super().__init__()
         self.proj: nn.Module
+        value_dim = num_heads * head_dim
         if rank is None:
             self.proj = nn.Linear(dim, value_dim, bias=False)
         else:
             self.proj = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, value_dim, bias=True))
-        self.activation = activation
+        self.num_heads, self.activation = num_heads, activation
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        gate = self.proj(x)
-        return y * (F.silu(gate) if self.activation == "silu" else gate.sigmoid())
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).unflatten(-1, (self.num_heads, -1))
+
+    def activate(self, gate: Tensor) -> Tensor:
+        return F.silu(gate) if self.activation == "silu" else gate.sigmoid()

@@ -102,7 +102,7 @@ class RecurrentMixer(Mixer):
         self.output_gate: OutputGate | None = None
         if config.output_gate != "none":
             gate_rank = rank if config.output_gate == "low_rank" else None
-            self.output_gate = OutputGate(dim, sizes[2], gate_rank, config.output_gate_activation)
+            self.output_gate = OutputGate(dim, value_heads, head_v, gate_rank, config.output_gate_activation)
         self.out_proj = nn.Linear(sizes[2], dim, bias=False)
 
     def forward(
@@ -141,12 +141,16 @@ class RecurrentMixer(Mixer):
             backend=config.backend,
         )
         assert memory is not None
-        if self.output_norm is not None:
-            o = self.output_norm(o)
-        y = o.flatten(-2)
-        if self.output_gate is not None:
-            y = self.output_gate(x, y)
-        return self.out_proj(y), RecurrentState(memory, conv_state)
+        return self.out_proj(self._output(o, x).flatten(-2)), RecurrentState(memory, conv_state)
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        """gate(x) ⊙ RMSNorm_head(o), or what there is of it; o [B, T, HV, V]."""
+        norm, gate, backend = self.output_norm, self.output_gate, self.config.backend
+        if norm is not None and gate is not None:
+            return kernels.gated_rms_norm(o, gate(x), norm.weight, norm.eps, gate.activation, backend)
+        if norm is not None:
+            return norm(o, backend)
+        return o if gate is None else o * gate.activate(gate(x))
 
     def mixing_flops_per_token(self, length: int) -> int:
         """Chunkwise, a head: 4KV + C(K + V) additive, 6KV + C(2K + V) + C² delta; independent of `length`.

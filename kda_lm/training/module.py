@@ -6,7 +6,8 @@ can fall into the middle of an accumulation. The gradient is that of
 
     Σ −log p(target) over all micro-batches and ranks  /  number of targets over all micro-batches and ranks
 
-which is the big batch's gradient whatever the masks are.
+which is the big batch's gradient whatever the masks are. With `optim.z_loss` the sum, and so train/loss, has that in
+it, too; validation never has.
 """
 
 import random
@@ -64,7 +65,7 @@ class TrainingModule(lightning.LightningModule):
         total = torch.zeros((), device=self.device)
         for i, micro in enumerate(batch):
             with self._synchronise_gradients(i == len(batch) - 1):
-                nll, _ = self.model.loss(**micro)
+                nll, _ = self.model.loss(**micro, z_loss=self.optim.z_loss)
                 # DDP averages gradients over ranks; the sum is wanted.
                 self.manual_backward(nll * (self.trainer.world_size / targets))
             total += nll.detach()
@@ -88,7 +89,7 @@ class TrainingModule(lightning.LightningModule):
         self._tally = Tally()
 
     def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
-        self._tally.add(*self.model.loss(**batch))
+        self._tally.add(*self.model.loss(**batch, z_loss=0.0))
 
     def on_validation_epoch_end(self) -> None:
         if self._tally.sums is not None:

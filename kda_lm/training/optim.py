@@ -44,6 +44,7 @@ class OptimConfig:
     momentum: float = 0.9  # Muon's
     weight_decay: float = 0.1  # decoupled: weights shrink by lr · weight_decay a step
     grad_clip: float = 1.0  # largest norm of the whole gradient; 0: no clipping
+    z_loss: float = 0.0  # weight of the squared log Σ exp of the logits in the training loss
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = 20  # linear from 0
     decay_fraction: float = 0.2  # wsd: the last part of the run, over which the rate falls linearly
@@ -55,7 +56,7 @@ class OptimConfig:
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it takes 0 up to, not including, 1")
-        for name in ("eps", "weight_decay", "grad_clip", "warmup_steps"):
+        for name in ("eps", "weight_decay", "grad_clip", "z_loss", "warmup_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it takes 0 or more")
         for name in ("decay_fraction", "min_lr_ratio"):

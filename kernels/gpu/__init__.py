@@ -1,4 +1,4 @@
-"""Triton kernels of the recurrence: one family, compiled for a rule and a decay.
+"""Triton kernels of the recurrence: one family, compiled for a rule and a decay; and of what surrounds it.
 
 | file                 | when                                                                                   |
 |----------------------|----------------------------------------------------------------------------------------|
@@ -10,6 +10,9 @@
 | channel_gradients.py | backward, channel decay: dq, dk, dg                                                    |
 | scalar_gradients.py  | backward, scalar decay or none: dq, dk, dg, dβ                                         |
 | recurrent.py         | decoding, token by token                                                               |
+| short_conv.py        | the short convolution, both ways and a step                                            |
+| norm.py              | root-mean-square norms, plain or gated, both ways                                      |
+| cross_entropy.py     | the loss of a linear layer's logits, a chunk at a time, with its gradients             |
 
 chunk.py orders them, plan.py sizes them, tiles.py says how they are compiled, launch.py starts them, common.py has what
 they share.
@@ -35,4 +38,9 @@ With the norms in the kernels and several programs a row, pair_gradients also re
 
 The chain of states has only batch · heads · V / (value channels of a program) programs, each a walk through the
 sequence: few heads leave multiprocessors idle.
+
+What surrounds the recurrence is bound by memory, and moves what it must and no more: with U a tensor of x's size, the
+convolution 2 U forward (x → y) and 3 U backward (x dy → dx), a norm the same, a gated one 3 U and 5 U (x z dy → dx dz).
+Of the loss at N rows and V words, 6·N·V·dim FLOP are products; the logits are written and read twice in float32, and
+their gradients written and read twice: 20·N·V bytes in bf16, of which the chunk's size leaves little in the caches.
 """

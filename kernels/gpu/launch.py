@@ -16,6 +16,11 @@ def types(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
 
 
+def numbers(*values: int) -> tuple[Any, ...]:
+    """What Triton compiles for of whole numbers: ones, multiples of 16, 64 bits."""
+    return tuple((x == 1, x % 16 == 0, x >= 2**31) for x in values)
+
+
 class Launcher:
     """Starts kernels whose arguments always have the same types, and their constants the same values."""
 

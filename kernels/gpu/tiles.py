@@ -88,6 +88,7 @@ TABLE: dict[Key, Tiles] = {
 
 NARROWEST = 64  # columns of a tensor-core operand: Triton 3.7.1 compiles 32 wrongly
 WIDEST = 256  # key or value channels that the kernels take
+WIDEST_NORM = 8192  # numbers of a row that a norm takes: 16 a thread
 
 _forced: Tiles | None = None
 _generation = 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from scripts.benchmarking import measure
+from scripts.benchmarking import fused, measure
 from scripts.benchmarking.cases import Case, Contender, Shape, cases_of, floor_bytes, make_inputs, ours
 from scripts.benchmarking.measure import Problem
 from scripts.benchmarking.report import (
@@ -48,6 +48,7 @@ class Options:
     shapes: list[Shape]
     decoding: list[Shape]
     ops: list[str]
+    fused: list[str]  # ops around the recurrence
     dtype: torch.dtype
     device: torch.device
     backend: str
@@ -106,6 +107,7 @@ class Run:
         self.checked: dict[tuple[Case, int, int], dict[str, Result]] = {}
         self.rows: list[Row] = []
         self.decoding: list[Row] = []
+        self.fused: list[Row] = []
 
     def start(self) -> int:
         """Measure everything, with a line a row; 1 if one of ours is wrong."""
@@ -123,17 +125,20 @@ class Run:
             for case in cases:
                 if not case.in_kernel:
                     self.finish(self.decoding, self.decode_row(case, shape))
+        for shape in self.options.shapes:
+            for op in self.options.fused:
+                self.finish(self.fused, self.fused_row(op, shape))
         self.setting["run_s"] = time.perf_counter() - began
         self.save()
         self.say(f"{self.setting['run_s']:.0f} s")
-        return 1 if any(row["wrong"] for row in self.rows + self.decoding) else 0
+        return 1 if any(row["wrong"] for row in self.rows + self.decoding + self.fused) else 0
 
     def say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def save(self) -> None:
         if self.options.json:
-            content = {**self.setting, "ops": self.rows, "decoding": self.decoding}
+            content = {**self.setting, "ops": self.rows, "decoding": self.decoding, "fused": self.fused}
             try:
                 self.options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             except OSError as error:
@@ -230,11 +235,19 @@ class Run:
             self.attempt(
                 result, "check_at_shape", lambda: {"errors_at_shape": measure.errors_at_shape(call, case, problem)}
             )
+        self.time_problem(forward, both, result, repeats)
+        if self.gpu:
+            self.attempt(result, "host", lambda: {"host_us": measure.host_us(partial(tiny.both, call))})
+
+    def time_problem(
+        self, forward: Callable[[], object], both: Callable[[], object], result: Result, repeats: int | None = None
+    ) -> None:
+        """Times and memory of a call, added to the result."""
+        repeats = repeats or self.options.repeats
         self.attempt(result, "forward", lambda: {"forward_ms": measure.median_ms(forward, repeats, self.device)})
         self.attempt(result, "both", lambda: {"both_ms": measure.median_ms(both, repeats, self.device)})
         if self.gpu:
             self.attempt(result, "memory", lambda: {"extra_mib": measure.extra_mib(both)})
-            self.attempt(result, "host", lambda: {"host_us": measure.host_us(partial(tiny.both, call))})
         if self.options.profile:
             self.attempt(result, "profile", lambda: {"kernel_ms": measure.kernel_ms(both)})
 
@@ -273,21 +286,60 @@ class Run:
         result = {"step_ms": measure.median_ms(step, self.options.repeats, self.device)}
         return {**result, "host_us": measure.host_us(step)} if self.gpu else result
 
+    # The ops around the recurrence, beside plain torch
+
+    def fused_row(self, op: str, shape: Shape) -> Row:
+        results: dict[str, Result] = {"ours": {}, "torch": {}}
+        row: Row = {"op": op, "shape": str(shape), "results": results}
+        backends = {"ours": self.options.backend, "torch": "torch"}
+        for name, backend in backends.items():
+            self.attempt(results[name], "check", partial(self.fused_errors, op, backend, shape))
+        if self.options.check_only:
+            return row
+        inputs = fused.make_inputs(op, shape, self.dtype, self.device, self.options.seed)
+        problem = Problem.of(inputs, fused.d_output(op, inputs))
+        if self.bandwidth:
+            row["floor_ms"] = {key: 1e3 * n / self.bandwidth for key, n in fused.floor_bytes(op, inputs).items()}
+        for name, backend in backends.items():
+            call = fused.bind(op, backend, inputs, self.options.seed)
+            self.time_problem(partial(problem.forward, call), partial(problem.both, call), results[name])
+        return row
+
+    def fused_errors(self, op: str, backend: str, shape: Shape) -> Result:
+        short = Shape(measure.CHECKED["B"], measure.CHECKED["T"], shape.H, shape.D)
+        inputs = fused.make_inputs(op, short, self.dtype, self.device, self.options.seed)
+        exact = {name: x.double() for name, x in inputs.items()}
+        errors = {}
+        o, *gradients = Problem.of(inputs, fused.d_output(op, inputs)).both(
+            fused.bind(op, backend, inputs, self.options.seed)
+        )
+        d_exact = fused.d_output(op, inputs).double()
+        wanted = Problem.of(exact, d_exact).both(fused.bind(op, "torch", exact, self.options.seed))
+        for name, out, ref in zip(("o", *(f"d{x}" for x in inputs)), (o, *gradients), wanted, strict=True):
+            errors[name] = measure.relative_error(out, ref)
+        return {"errors": errors, "error": measure.worst(errors)}
+
     # Tables
 
     def sheets(self) -> list[Sheet]:
-        dtype, sheets = self.setting["dtype"], []
+        dtype = self.setting["dtype"]
+        sheets: list[Sheet] = []
         if self.options.check_only:
             for shape in self.options.shapes:
                 rows = [row for row in self.rows if row["shape"] == str(shape)]
                 sheets.append(error_sheet(f"‖out − ref‖ / ‖ref‖ at D={shape.D}, {dtype}", rows))
             if self.decoding:
                 sheets.append(error_sheet(f"‖out − ref‖ / ‖ref‖ of a decoded token, {dtype}", self.decoding))
+            if self.fused:
+                sheets.append(error_sheet(f"‖out − ref‖ / ‖ref‖ around the recurrence, {dtype}", self.fused))
             return sheets
         for shape in self.options.shapes:
             rows = [row for row in self.rows if row["shape"] == str(shape)]
             title = f"{shape} {dtype}, medians" + (f"; ratio = {self.peer} / ours" if self.peer else "")
             sheets.append(timing_sheet(title, rows, self.peer))
+            beside = [row for row in self.fused if row["shape"] == str(shape)]
+            sheets.append(timing_sheet(f"{shape} {dtype}, medians; ratio = torch / ours", beside, "torch"))
+        sheets = [sheet for sheet in sheets if sheet.rows]
         if self.decoding:
             shape = self.options.decoding[0]
             title = f"decoding a token, H={shape.H} D={shape.D} {dtype}, float32 state, medians"

@@ -295,6 +295,14 @@ def test_the_equations(name: str, changes: dict[str, Any]) -> None:
         assert error(layer(x, recurrent=recurrent)[0], expected) < 1e-8, recurrent
 
 
+def test_names_of_the_gates_in_a_checkpoint() -> None:
+    """Of the norm and the gate that one kernel computes: each module keeps its own."""
+    names = [name for name in mixer("kda").state_dict() if name.startswith("output_")]
+    assert names == ["output_norm.weight", *(f"output_gate.proj.{x}" for x in ("0.weight", "1.weight", "1.bias"))]
+    names = [name for name in mixer("gated_delta").state_dict() if name.startswith("output_")]
+    assert names == ["output_norm.weight", "output_gate.proj.weight"]
+
+
 @torch.no_grad()
 def test_the_convolution_comes_before_activation_feature_map_and_norm() -> None:
     layer = mixer("kda", conv_width=3, activation="silu")

@@ -511,6 +511,18 @@ def test_loss_is_a_sum_and_a_count_over_what_is_not_masked() -> None:
     assert sum(int(c) for _, c in parts) == int(count)
 
 
+def test_loss_is_that_of_the_logits_with_the_z_loss_beside_it() -> None:
+    model = tiny_lm(*KINDS.values())
+    ids, targets = tokens(2, 12), tokens(2, 12, seed=1)
+    targets[0, :5] = -100
+    logits = model(ids)[0].detach()
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert float(model.loss(ids, targets)[0].detach()) == pytest.approx(float(plain), rel=1e-6)
+    squares = logits.logsumexp(-1)[targets != -100].square().sum()
+    both = model.loss(ids, targets, z_loss=0.1)[0].detach()
+    assert float(both) == pytest.approx(float(plain + 0.1 * squares), rel=1e-6)
+
+
 def test_everything_masked_is_zero_over_zero_targets() -> None:
     model = tiny_lm(small_options("kda"))
     nll, count = model.loss(tokens(1, 6), torch.full((1, 6), -100))

@@ -310,6 +310,7 @@ def test_the_schedule_multiplies_each_groups_own_rate() -> None:
         ({"weight_decay": -0.1}, ["weight_decay is -0.1"]),
         ({"weight_decay": float("nan")}, ["weight_decay is nan"]),
         ({"grad_clip": -1.0}, ["grad_clip is -1.0"]),
+        ({"z_loss": -1e-4}, ["z_loss is -0.0001"]),
         ({"warmup_steps": -1}, ["warmup_steps is -1"]),
         ({"warmup_steps": 1.5}, ["optim.warmup_steps", "1.5", "a whole number"]),
         ({"decay_fraction": 1.5}, ["decay_fraction is 1.5"]),

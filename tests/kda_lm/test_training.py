@@ -170,15 +170,15 @@ def test_what_is_not_finite_stops_the_run_before_the_update(
 def test_bf16_mixed_on_a_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are bf16; weights, time scales and log-probabilities stay float32 (A9, B14)."""
     seen: set[tuple[torch.dtype, torch.dtype]] = set()
-    forward = LM.forward
+    loss = LM.loss
 
     def spy(self: LM, *args: Any, **kwargs: Any) -> Any:
-        found = forward(self, *args, **kwargs)
+        found = loss(self, *args, **kwargs)
         seen.add((self.blocks[0].mlp.up_proj(torch.zeros(1, 16)).dtype, found[0].dtype))
         return found
 
     plain, _ = run("plain")
-    monkeypatch.setattr(LM, "forward", spy)
+    monkeypatch.setattr(LM, "loss", spy)
     summary, folder = run("mixed", "trainer.precision=bf16-mixed")
     assert seen == {(torch.bfloat16, torch.float32)}
     state = read_checkpoint(folder / "checkpoints" / "last.ckpt")["state_dict"]

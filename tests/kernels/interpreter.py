@@ -8,10 +8,11 @@ their own, started once by test_interpreter.py, and are skipped everywhere else.
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 
-FILES = ("test_triton_interpreted.py", "test_recurrent_triton.py")
+FILES = ("test_triton_interpreted.py", "test_recurrent_triton.py", "test_fused_triton.py")
 ACTIVE = os.environ.get("TRITON_INTERPRET") == "1"
 MISSING = importlib.util.find_spec("triton") is None
 
@@ -21,3 +22,20 @@ def required() -> None:
     if MISSING or not ACTIVE:
         reason = "needs the package triton" if MISSING else "runs in a process that test_interpreter.py starts"
         pytest.skip(reason, allow_module_level=True)
+
+
+def quick(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter prepares Triton's language anew at every call of a function in a kernel, for milliseconds: until
+    the patch ends, once for each module that has such functions."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    prepared: set[str] = set()
+    slow = InterpretedFunction.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__ in prepared:
+            return self.rewrite()(*args, **kwargs)
+        prepared.add(self.fn.__module__)
+        return slow(self, *args, **kwargs)
+
+    patch.setattr(InterpretedFunction, "__call__", call)

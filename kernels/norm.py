@@ -1,0 +1,94 @@
+"""Root-mean-square norms over the last axis, plain or with a gate on their output."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.checks import check_choice, check_tensor, resolve_backend, without_triton
+from kernels.gpu.tiles import WIDEST_NORM
+
+ACTIVATIONS = ("sigmoid", "silu")
+
+TRITON: Callable[..., Any]
+if importlib.util.find_spec("triton") is not None:
+    from kernels.gpu.norm import norm as TRITON
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, backend: str = "auto") -> Tensor:
+    """y = x / sqrt(mean(x²) + eps) ⊙ weight over the last axis (Zhang & Sennrich 2019), in float32 (float64 for float64
+    inputs) and rounded once.
+
+    Args:
+        x: [..., N].
+        weight: [N], of any floating dtype.
+        eps: added to the mean square.
+        backend: see `resolve_backend`; "torch" and "reference" are one implementation, "triton" takes N ≤ 8192 in 16
+            or 32 bits.
+
+    Returns:
+        y [..., N] in x's dtype.
+    """
+    check_tensor("weight", weight, "N", (_width(x),), x)
+    if _takes_triton(backend, x):
+        return TRITON(x, None, weight, eps, False)
+    return _normalised(x, weight, eps).to(x.dtype)
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    activation: str = "sigmoid",
+    backend: str = "auto",
+) -> Tensor:
+    """y = x / sqrt(mean(x²) + eps) ⊙ weight ⊙ act(gate) over the last axis, in float32 (float64 for float64 inputs) and
+    rounded once.
+
+    Args:
+        x: [..., N].
+        gate: [..., N], before its activation.
+        weight: [N], of any floating dtype, or None.
+        eps: added to the mean square.
+        activation: "sigmoid" or "silu", of the gate.
+        backend: see `rms_norm`.
+
+    Returns:
+        y [..., N] in x's dtype.
+    """
+    N = _width(x)
+    check_tensor("gate", gate, "..., N", tuple(x.shape), x)
+    if weight is not None:
+        check_tensor("weight", weight, "N", (N,), x)
+    check_choice("activation", activation, ACTIVATIONS)
+    if _takes_triton(backend, x, gate):
+        return TRITON(x, gate, weight, eps, activation == "silu")
+    y = _normalised(x, weight, eps)
+    opening = gate.to(torch.promote_types(y.dtype, gate.dtype))
+    return (y * (F.silu(opening) if activation == "silu" else opening.sigmoid())).to(x.dtype)
+
+
+def _width(x: Tensor) -> int:
+    check_tensor("x", x, "..., N", tuple(x.shape) if isinstance(x, Tensor) else ())
+    if x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"x: got shape {list(x.shape)}, accepted: [..., N], N ≥ 1")
+    return x.shape[-1]
+
+
+def _takes_triton(backend: str, x: Tensor, *others: Tensor) -> bool:
+    N, wide = x.shape[-1], any(z.dtype == torch.float64 for z in (x, *others))
+    chosen = resolve_backend(backend, x.device)
+    if chosen == "triton" and (wide or N > WIDEST_NORM):
+        got = f"N = {N} in {torch.float64 if wide else x.dtype}"
+        chosen = without_triton(backend, got, f"N ≤ {WIDEST_NORM} in 16 or 32 bits")
+    return chosen == "triton" and x.numel() > 0
+
+
+def _normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Not yet rounded to x's dtype."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(dtype), x.shape[-1:], None if weight is None else weight.to(dtype), eps)

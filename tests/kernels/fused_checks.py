@@ -1,0 +1,215 @@
+"""What the tests of the kernels around the recurrence share, whatever runs them: the interpreter on a CPU, or a GPU."""
+
+from typing import Any
+
+import torch
+from recurrence_cases import Inputs, assert_close
+from torch import Tensor
+
+from kernels import gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_same(out: Inputs, ref: Inputs) -> None:
+    """To the bit."""
+    assert out.keys() == ref.keys()
+    for name, value in ref.items():
+        assert out[name].dtype == value.dtype and torch.equal(out[name], value), name
+
+
+def differentiate(results: dict[str, Tensor], leaves: Inputs) -> Inputs:
+    """Results and the gradients of all leaves, for fixed random gradients that every dtype has exactly."""
+    weights = [normal(*x.shape, seed=i + 9).bfloat16().to(x) for i, x in enumerate(results.values())]
+    grads = torch.autograd.grad(list(results.values()), list(leaves.values()), weights)
+    return {
+        **{name: x.detach() for name, x in results.items()},
+        **{f"d{x}": d for x, d in zip(leaves, grads, strict=True)},
+    }
+
+
+def leaves_of(inputs: Inputs) -> Inputs:
+    return {name: x.detach().requires_grad_() for name, x in inputs.items()}
+
+
+# The short convolution
+
+
+def conv_inputs(
+    B: int, T: int, D: int, W: int, given: set[str], dtype: torch.dtype = torch.float64, N: int | None = None
+) -> Inputs:
+    inputs = {"x": normal(B, T, D), "weight": normal(D, W, seed=1)}
+    if "bias" in given:
+        inputs["bias"] = normal(D, seed=2)
+    if "initial_state" in given:
+        inputs["initial_state"] = normal(B if N is None else N, W - 1, D, seed=3)
+    return {name: x.to(dtype) for name, x in inputs.items()}
+
+
+def conv(inputs: Inputs, backend: str, compiler: str | None = None, **options: Any) -> Inputs:
+    """y, the last state and every gradient."""
+    leaves = leaves_of(inputs)
+
+    def function(**tensors: Tensor) -> Any:
+        return short_convolution(**tensors, **options, output_final_state=True, backend=backend)
+
+    call = function if compiler is None else torch.compile(function, backend=compiler, fullgraph=True)
+    y, state = call(**leaves)
+    if state.numel():
+        return differentiate({"y": y, "state": state}, leaves)
+    state_leaf = leaves.pop("initial_state", None)  # of width 1: empty
+    assert state_leaf is None or state.shape == state_leaf.shape
+    return differentiate({"y": y}, leaves)
+
+
+def assert_conv(inputs: Inputs, dtype: torch.dtype, limit: float, **options: Any) -> None:
+    """Output, state and every gradient against float64 on the same rounded inputs."""
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    ref = conv({name: x.double() for name, x in inputs.items()}, "torch", **options)
+    out = conv(inputs, "triton", **options)
+    assert all(x.dtype == dtype for x in out.values())
+    assert_close(out, ref, limit)
+
+
+def assert_conv_rows_alone(inputs: Inputs) -> None:
+    """Every row of the batch has the results that it has alone, and that it has packed with the others, bit by bit;
+    but for what sums over the batch."""
+    B, T, D = inputs["x"].shape
+    shared = {name: x for name, x in inputs.items() if name in ("weight", "bias")}
+    together = conv(inputs, "triton", activation="silu")
+    bounds = torch.arange(0, B * T + 1, T, device=inputs["x"].device)
+    flat = {**inputs, "x": inputs["x"].reshape(1, B * T, D)}
+    packed = conv(flat, "triton", activation="silu", cu_seqlens=bounds)
+    for name in ("y", "state", "dx", "dinitial_state"):
+        assert torch.equal(packed[name].view_as(together[name]), together[name]), name
+    for n in range(B):
+        one = shared | {name: x[n : n + 1] for name, x in inputs.items() if name not in shared}
+        y, state = short_convolution(**one, activation="silu", output_final_state=True, backend="triton")
+        assert state is not None
+        assert torch.equal(y, together["y"][n : n + 1]) and torch.equal(state, together["state"][n : n + 1])
+
+
+def assert_conv_strides(inputs: Inputs) -> None:
+    """x is a slice of a wider projection, or laid out backwards; so is y's gradient."""
+    expected = conv(inputs, "triton")
+    x = inputs["x"]
+    wide = torch.cat([torch.full_like(x[..., :2], 99.0), x, torch.full_like(x, 99.0)], dim=-1)
+    for other in (wide[..., 2 : 2 + x.shape[2]], x.mT.contiguous().mT):
+        assert torch.equal(other, x) and not other.is_contiguous()
+        assert_same(conv({**inputs, "x": other}, "triton"), expected)
+    leaves = leaves_of(inputs)
+    y, _ = short_convolution(**leaves, backend="triton")
+    d_y = normal(*y.shape).to(y)
+    for other in (torch.cat([d_y, d_y], dim=-1)[..., : x.shape[2]], d_y.mT.contiguous().mT):
+        grads = (torch.autograd.grad(y, list(leaves.values()), d, retain_graph=True) for d in (d_y, other))
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def assert_conv_one_result(inputs: Inputs, used: int) -> None:
+    """The result that was not used has gradient zero."""
+    found = []
+    for backend in ("triton", "torch"):
+        leaves = leaves_of(inputs)
+        result = short_convolution(**leaves, output_final_state=True, backend=backend)[used]
+        assert result is not None
+        grads = torch.autograd.grad(result.sin().sum(), list(leaves.values()), allow_unused=True)
+        found.append(
+            {name: torch.zeros_like(x) if d is None else d for (name, x), d in zip(leaves.items(), grads, strict=True)}
+        )
+    assert_close(found[0], found[1], 1e-5)
+
+
+# Norms
+
+
+def norm_inputs(
+    *shape: int, gated: bool = True, weighted: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Inputs:
+    """Rows of all lengths, down to where eps counts."""
+    x = normal(*shape, seed=seed)
+    inputs = {"x": x * torch.logspace(-4, 2, shape[0], dtype=x.dtype).view(-1, *[1] * (len(shape) - 1))}
+    if gated:
+        inputs["gate"] = 3 * normal(*shape, seed=seed + 1)
+    if weighted:
+        inputs["weight"] = normal(shape[-1], seed=seed + 2)
+    return {name: x.to(dtype) for name, x in inputs.items()}
+
+
+def norm(inputs: Inputs, backend: str, compiler: str | None = None, **options: Any) -> Inputs:
+    """y and every gradient."""
+    leaves = leaves_of(inputs)
+
+    def function(**tensors: Tensor) -> Tensor:
+        return (gated_rms_norm if "gate" in tensors else rms_norm)(**tensors, **options, backend=backend)
+
+    call = function if compiler is None else torch.compile(function, backend=compiler, fullgraph=True)
+    return differentiate({"y": call(**leaves)}, leaves)
+
+
+def assert_norm(inputs: Inputs, dtype: torch.dtype, limit: float, **options: Any) -> None:
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    ref = norm({name: x.double() for name, x in inputs.items()}, "torch", **options)
+    out = norm(inputs, "triton", **options)
+    assert all(x.dtype == dtype for x in out.values())
+    assert_close(out, ref, limit)
+
+
+def assert_norm_rows_alone(inputs: Inputs) -> None:
+    """Every row has the output that it has alone, and but for the weight's the gradients."""
+
+    def results(inputs: Inputs) -> Inputs:
+        leaves = leaves_of(inputs)
+        y = gated_rms_norm(**leaves, backend="triton")
+        d_x, d_gate = torch.autograd.grad(y, (leaves["x"], leaves["gate"]), inputs["gate"])
+        return {"y": y.detach(), "dx": d_x, "dgate": d_gate}
+
+    together = results(inputs)
+    for n in range(len(inputs["x"])):
+        alone = results({name: x if name == "weight" else x[n : n + 1] for name, x in inputs.items()})
+        assert_same(alone, {name: x[n : n + 1] for name, x in together.items()})
+
+
+def assert_norm_strides(inputs: Inputs) -> None:
+    """Parts of wider tensors, or laid out backwards."""
+    expected = norm(inputs, "triton")
+    for change in (lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]], lambda x: x.mT.contiguous().mT):
+        others = {name: x if name == "weight" else change(x) for name, x in inputs.items()}
+        assert not others["x"].is_contiguous()
+        assert_same(norm(others, "triton"), expected)
+
+
+# The loss
+
+
+def loss_inputs(N: int, dim: int, vocab: int, dtype: torch.dtype = torch.float64, ignored: float = 0.3) -> Inputs:
+    """Logits of deviation 3, and targets of which a part does not count."""
+    targets = torch.randint(vocab, (N,), generator=torch.Generator().manual_seed(2))
+    targets[torch.rand(N, generator=torch.Generator().manual_seed(3)) < ignored] = -100
+    x, weight = normal(N, dim), 3 * dim**-0.5 * normal(vocab, dim, seed=1)
+    return {"x": x.to(dtype), "weight": weight.to(dtype), "targets": targets}
+
+
+def loss(inputs: Inputs, backend: str, compiler: str | None = None, factor: float = 0.1, **options: Any) -> Inputs:
+    """The loss, and the gradients of x and weight of `factor` times it."""
+    targets = inputs["targets"]
+    leaves = leaves_of({name: x for name, x in inputs.items() if name != "targets"})
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, targets, **options, backend=backend)
+
+    call = function if compiler is None else torch.compile(function, backend=compiler, fullgraph=True)
+    result = call(**leaves)
+    d_x, d_weight = torch.autograd.grad(factor * result, list(leaves.values()))
+    return {"loss": result.detach(), "dx": d_x, "dweight": d_weight}
+
+
+def exact_loss(inputs: Inputs, **options: Any) -> Inputs:
+    """In float64 over the same rounded inputs."""
+    return loss({name: x if name == "targets" else x.double() for name, x in inputs.items()}, "torch", **options)
+
+
+def assert_loss(out: Inputs, ref: Inputs, limit: float, loss_limit: float) -> None:
+    assert_close({"loss": out["loss"]}, {"loss": ref["loss"]}, loss_limit)
+    assert_close({x: out[x] for x in ("dx", "dweight")}, {x: ref[x] for x in ("dx", "dweight")}, limit)

@@ -1,0 +1,291 @@
+"""The Triton kernels around the recurrence in Triton's interpreter: short convolution, norms, loss. See interpreter.py.
+
+test_fused_gpu.py has the real compiler, other dtypes and sizes.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import interpreter
+import pytest
+import torch
+from recurrence_cases import BFLOAT16_ERROR, FLOAT32_ERROR, error
+
+interpreter.required()
+
+import bfloat16  # noqa: E402
+import fused_checks as checks  # noqa: E402
+
+from kernels import gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution  # noqa: E402
+from kernels.gpu import cross_entropy, short_conv  # noqa: E402
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+LIMITS = {FLOAT32: FLOAT32_ERROR, BFLOAT16: BFLOAT16_ERROR}
+
+dtypes = pytest.mark.parametrize("dtype", LIMITS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a kernel reads before something has written it becomes NaN."""
+    bfloat16.install(monkeypatch)
+    interpreter.quick(monkeypatch)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# The short convolution
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs for few tokens."""
+    monkeypatch.setattr(short_conv, "FORWARD_ROWS", 8)
+    monkeypatch.setattr(short_conv, "BACKWARD_ROWS", 4)
+    monkeypatch.setattr(short_conv, "FEWEST_ROWS", 4)
+    monkeypatch.setattr(short_conv, "FORWARD_UNROLL", 3)
+    monkeypatch.setattr(short_conv, "BACKWARD_UNROLL", 2)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("T", "W", "given"),
+    [(1, 1, {"bias"}), (1, 4, {"initial_state"}), (2, 4, set()), (11, 4, {"bias", "initial_state"}), (9, 8, {"bias"})],
+)
+@pytest.mark.usefixtures("short_segments")
+def test_conv_matches_float64(dtype: torch.dtype, T: int, W: int, given: set[str]) -> None:
+    """Two blocks of channels, the last not full; fewer tokens than taps; several segments."""
+    inputs = checks.conv_inputs(2, T, 130 if T == 2 else 5, W, given)
+    checks.assert_conv(inputs, dtype, LIMITS[dtype], activation="silu" if T != 9 else None)
+
+
+@pytest.mark.parametrize(("W", "dtype"), [(1, torch.int32), (3, torch.int64), (4, torch.int32)], ids=str)
+@pytest.mark.usefixtures("short_segments")
+def test_conv_packed(W: int, dtype: torch.dtype) -> None:
+    """Sequences that are empty, shorter than the window, end within a segment or with it."""
+    for bounds in ([0, 0, 2, 3, 3, 8, 13, 13], [0, 7, 9, 13]):
+        cu_seqlens = torch.tensor(bounds, dtype=dtype)
+        inputs = checks.conv_inputs(1, 13, 5, W, {"bias", "initial_state"}, N=len(bounds) - 1)
+        checks.assert_conv(inputs, FLOAT32, LIMITS[FLOAT32], activation="silu", cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_conv_sequences_alone_are_the_same_bits() -> None:
+    """Rows of a batch, packed sequences, and pieces with the state carried."""
+    inputs = checks.conv_inputs(2, 10, 5, 3, {"bias", "initial_state"}, FLOAT32)
+    checks.assert_conv_rows_alone(inputs)
+    x, weight = inputs["x"], inputs["weight"]
+    whole, last = short_convolution(x, weight, activation="silu", output_final_state=True, backend="triton")
+    state, pieces = None, []
+    for start, end in pairwise([0, 1, 2, 5, 10]):
+        y, state = short_convolution(
+            x[:, start:end], weight, None, "silu", state, output_final_state=True, backend="triton"
+        )
+        pieces.append(y)
+    assert last is not None and state is not None
+    assert torch.equal(torch.cat(pieces, dim=1), whole) and torch.equal(state, last)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_conv_takes_any_strides() -> None:
+    inputs = checks.conv_inputs(2, 5, 6, 3, {"bias", "initial_state"}, FLOAT32)
+    checks.assert_conv_strides(inputs)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_conv_backward_of_one_result(used: int) -> None:
+    checks.assert_conv_one_result(checks.conv_inputs(1, 5, 4, 4, {"initial_state"}, FLOAT32), used)
+
+
+def test_conv_mixed_dtypes() -> None:
+    """Weights in float32 beside inputs in bfloat16: each gradient has its tensor's dtype."""
+    inputs = checks.conv_inputs(1, 7, 5, 4, {"bias"}, FLOAT32)
+    inputs["x"] = inputs["x"].bfloat16()
+    out = checks.conv(inputs, "triton", activation="silu")
+    ref = checks.conv({name: x.double() for name, x in inputs.items()}, "torch", activation="silu")
+    assert out["dweight"].dtype == out["dbias"].dtype == FLOAT32 and out["y"].dtype == out["dx"].dtype == BFLOAT16
+    assert error(out["dweight"], ref["dweight"]) <= 1e-6 and error(out["dbias"], ref["dbias"]) <= 1e-6
+
+
+def test_conv_leaves_float64_to_torch() -> None:
+    inputs = checks.conv_inputs(1, 3, 5, 4, set())
+    with pytest.raises(ValueError, match=r"backend: got 'triton' for torch.float64.*'torch'"):
+        short_convolution(**inputs, backend="triton")
+    assert torch.equal(short_convolution(**inputs)[0], short_convolution(**inputs, backend="torch")[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_conv_operator(packed: bool) -> None:
+    inputs = checks.conv_inputs(1, 5, 4, 3, {"bias", "initial_state"}, FLOAT32, N=2 if packed else 1)
+    cu_seqlens = torch.tensor([0, 2, 5]) if packed else None
+    leaves = [x.requires_grad_() for x in inputs.values()]
+    torch.library.opcheck(
+        torch.ops.kda_lm.short_conv_forward.default,
+        (*leaves, cu_seqlens, True, True),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    d_y, d_final = torch.randn(1, 5, 4), torch.randn_like(inputs["initial_state"])
+    torch.library.opcheck(
+        torch.ops.kda_lm.short_conv_backward.default,
+        (d_y, d_final, *(x.detach() for x in leaves), cu_seqlens, True),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_conv_compiles_without_graph_breaks() -> None:
+    inputs = checks.conv_inputs(2, 5, 4, 4, {"initial_state"}, FLOAT32)
+    checks.assert_same(checks.conv(inputs, "triton", compiler="aot_eager"), checks.conv(inputs, "triton"))
+
+
+# Norms
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("shape", "gated", "weighted"),
+    [((3, 5, 2, 20), True, True), ((7, 5000), True, True), ((9, 1), False, True), ((130, 64), True, False)],
+)
+def test_norm_matches_float64(dtype: torch.dtype, shape: tuple[int, ...], gated: bool, weighted: bool) -> None:
+    """Many short rows in a program or a long one; more of them than programs."""
+    inputs = checks.norm_inputs(*shape, gated=gated, weighted=weighted)
+    for activation in ("sigmoid", "silu") if gated else (None,):
+        checks.assert_norm(inputs, dtype, LIMITS[dtype], **({"activation": activation} if activation else {}))
+
+
+def test_norm_rows_alone_are_the_same_bits() -> None:
+    checks.assert_norm_rows_alone(checks.norm_inputs(3, 5, 20, dtype=FLOAT32))
+
+
+def test_norm_takes_any_strides() -> None:
+    checks.assert_norm_strides(checks.norm_inputs(3, 5, 20, dtype=FLOAT32))
+
+
+def test_norm_weights_in_float32() -> None:
+    """Beside a bfloat16 x: their gradient is not rounded."""
+    inputs = checks.norm_inputs(6, 20, dtype=BFLOAT16)
+    inputs["weight"] = inputs["weight"].float()
+    out = checks.norm(inputs, "triton")
+    ref = checks.norm({name: x.double() for name, x in inputs.items()}, "torch")
+    assert out["y"].dtype == BFLOAT16 and out["dweight"].dtype == FLOAT32
+    assert error(out["dweight"], ref["dweight"]) <= FLOAT32_ERROR
+
+
+def test_norm_of_nothing_and_what_it_leaves_to_torch() -> None:
+    assert rms_norm(torch.zeros(0, 4), torch.ones(4), backend="triton").shape == (0, 4)
+    for x in (torch.ones(2, 8193), torch.ones(2, 4, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"backend: got 'triton' for N = .*accepted: N ≤ 8192 in 16.*'torch'"):
+            gated_rms_norm(x, x, backend="triton")
+        assert torch.equal(gated_rms_norm(x, x), gated_rms_norm(x, x, backend="torch"))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_norm_operator(gated: bool) -> None:
+    inputs = {x: y.requires_grad_() for x, y in checks.norm_inputs(2, 3, 20, gated=gated, dtype=FLOAT32).items()}
+    tensors = [inputs.get(name) for name in ("x", "gate", "weight")]
+    torch.library.opcheck(
+        torch.ops.kda_lm.norm_forward.default,
+        (*tensors, 1e-6, True, True),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    detached = [None if x is None else x.detach() for x in tensors]
+    torch.library.opcheck(
+        torch.ops.kda_lm.norm_backward.default,
+        (torch.ones(2, 3, 20), *detached, torch.ones(2, 3), True),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_norm_compiles_without_graph_breaks() -> None:
+    inputs = checks.norm_inputs(2, 3, 20, dtype=FLOAT32)
+    checks.assert_same(checks.norm(inputs, "triton", compiler="aot_eager"), checks.norm(inputs, "triton"))
+
+
+# The loss
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks for few rows, several blocks for few logits."""
+    monkeypatch.setattr(cross_entropy, "FEWEST_ROWS", 4)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(cross_entropy, "BLOCK", 512)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("N", "dim", "vocab", "options"),
+    [(9, 12, 700, {}), (5, 3, 1, {"z_loss": 0.1}), (10, 16, 513, {"z_loss": 1e-2, "ignore_index": 5})],
+)
+@pytest.mark.usefixtures("short_chunks")
+def test_loss_matches_float64(dtype: torch.dtype, N: int, dim: int, vocab: int, options: dict[str, Any]) -> None:
+    """The loss is of float32 logits in any case; bfloat16 gradients are rounded three times."""
+    inputs = checks.loss_inputs(N, dim, vocab, dtype)
+    if "ignore_index" in options:
+        inputs["targets"].masked_fill_(inputs["targets"] == -100, 5)
+    elif vocab > 1:
+        assert (inputs["targets"] == -100).any()
+    out = checks.loss(inputs, "triton", **options)
+    assert out["loss"].dtype == FLOAT32 and out["loss"].shape == () and out["dx"].dtype == dtype
+    checks.assert_loss(out, checks.exact_loss(inputs, **options), 1.5 * LIMITS[dtype], FLOAT32_ERROR)
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_loss_of_extreme_logits() -> None:
+    inputs = checks.loss_inputs(6, 4, 600, FLOAT32)
+    inputs["x"] *= 1e3
+    checks.assert_loss(checks.loss(inputs, "triton"), checks.exact_loss(inputs), 1e-5, FLOAT32_ERROR)
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_loss_without_targets_or_gradients() -> None:
+    inputs = checks.loss_inputs(6, 4, 30, FLOAT32)
+    x, weight, targets = inputs.values()
+    ref = checks.exact_loss(inputs)
+    assert error(linear_cross_entropy(x, weight, targets, backend="triton"), ref["loss"]) <= FLOAT32_ERROR
+    for name in ("x", "weight"):  # of one of the two alone
+        leaves = {**inputs, name: inputs[name].clone().requires_grad_()}
+        linear_cross_entropy(**leaves, backend="triton").mul(0.1).backward()
+        gradient = leaves[name].grad
+        assert gradient is not None and error(gradient, ref[f"d{name}"]) <= FLOAT32_ERROR
+    out = checks.loss({**inputs, "targets": torch.full((6,), -100)}, "triton")
+    assert all(not result.any() for result in out.values())
+    assert linear_cross_entropy(x, weight, torch.full((6,), 30), backend="triton").isnan()
+    assert linear_cross_entropy(x[:0], weight, targets[:0], backend="triton") == 0
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_loss_under_autocast() -> None:
+    """Operands are rounded, and so x's gradient; that of float32 weights is not."""
+    inputs = checks.loss_inputs(9, 12, 40, FLOAT32)
+    with torch.autocast("cpu", BFLOAT16):
+        out = checks.loss(inputs, "triton")
+    rounded = {name: x if name == "targets" else x.bfloat16() for name, x in inputs.items()}
+    assert out["loss"].dtype == out["dx"].dtype == out["dweight"].dtype == FLOAT32
+    assert not torch.equal(out["dweight"], out["dweight"].bfloat16())
+    checks.assert_loss(out, checks.exact_loss(rounded), LIMITS[BFLOAT16], FLOAT32_ERROR)
+
+
+def test_loss_backward_twice() -> None:
+    """A graph that is kept gives the same gradients again."""
+    inputs = checks.loss_inputs(5, 4, 30, FLOAT32)
+    x, weight = (inputs[name].requires_grad_() for name in ("x", "weight"))
+    result = linear_cross_entropy(x, weight, inputs["targets"], backend="triton")
+    first, second = (torch.autograd.grad(2.0 * result, (x, weight), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_loss_operator() -> None:
+    inputs = checks.loss_inputs(5, 4, 30, FLOAT32)
+    x, weight = (inputs[name].requires_grad_() for name in ("x", "weight"))
+    torch.library.opcheck(
+        torch.ops.kda_lm.cross_entropy_forward.default,
+        (x, weight, inputs["targets"], -100, 0.1, True, True),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_loss_compiles_without_graph_breaks() -> None:
+    inputs = checks.loss_inputs(5, 4, 30, FLOAT32)
+    checks.assert_same(checks.loss(inputs, "triton", compiler="aot_eager"), checks.loss(inputs, "triton"))
