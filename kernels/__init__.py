@@ -48,7 +48,7 @@ from kernels.named import (
 )
 from kernels.ops import DECAYS, RULES, chunk, fused_recurrent
 from kernels.short_conv import short_convolution
-from kernels.softmax import softmax_attention
+from kernels.softmax import softmax_attention, softmax_decode
 
 __all__ = [
     "BACKENDS",
@@ -72,4 +72,5 @@ __all__ = [
     "resolve_backend",
     "short_convolution",
     "softmax_attention",
+    "softmax_decode",
 ]

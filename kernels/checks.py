@@ -69,6 +69,13 @@ def check_scale(scale: float | None) -> None:
         raise TypeError(f"scale: got {type(scale).__name__}, accepted: a number or None")
 
 
+def check_window(window: int | None) -> None:
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise TypeError(f"window: got {type(window).__name__}, accepted: a whole number or None")
+    if window is not None and window < 1:
+        raise ValueError(f"window: got {window}, accepted: a whole number from 1 on, or None")
+
+
 def check_tensor(
     name: str,
     x: Tensor | None,

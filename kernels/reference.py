@@ -112,3 +112,17 @@ def softmax_attention(
     scores = scale * torch.einsum("bthd,bshd->bhts", q.to(dtype), k)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return torch.einsum("bhts,bshd->bthd", weights, values).to(v.dtype)
+
+
+def softmax_decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """`softmax_attention` of each row's T new tokens over the first lengths[b] positions of its cache k, v [B,S,HKV,D].
+
+    Tokens before the cache's first position, where lengths[b] < T, get zeros.
+    """
+    o = torch.zeros_like(q, dtype=v.dtype)
+    for b, length in enumerate(lengths.tolist()):
+        tokens = min(q.shape[1], length)
+        if tokens:
+            row = (q[b : b + 1, -tokens:], k[b : b + 1, :length], v[b : b + 1, :length])
+            o[b, -tokens:] = softmax_attention(*row, scale, window=window)[0]
+    return o
