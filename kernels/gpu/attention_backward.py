@@ -119,15 +119,15 @@ def attention_d_q_kernel(
     b_lse = tl.load(lse + at + r, mask=r < length - start, other=0.0)
     b_q = load_block(q, q_t, r, c, length - start, D, DP, MASKED=True)
     acc = tl.zeros((BM, DP), tl.float32)
+    acc = add_d_q(
+        acc, b_q, b_do, b_lse, b_delta, k, v, k_t, v_t, full, diagonal, position, limit, scale, window,
+        D, DP, BN, WINDOW, PRECISION, False, STAGES,
+    )  # fmt: skip
     if WINDOW:
         acc = add_d_q(
             acc, b_q, b_do, b_lse, b_delta, k, v, k_t, v_t, low, full, position, limit, scale, window,
             D, DP, BN, WINDOW, PRECISION, True, EDGE,
         )  # fmt: skip
-    acc = add_d_q(
-        acc, b_q, b_do, b_lse, b_delta, k, v, k_t, v_t, full, diagonal, position, limit, scale, window,
-        D, DP, BN, WINDOW, PRECISION, False, STAGES,
-    )  # fmt: skip
     acc = add_d_q(
         acc, b_q, b_do, b_lse, b_delta, k, v, k_t, v_t, diagonal, end, position, limit, scale, window,
         D, DP, BN, WINDOW, PRECISION, True, EDGE,
@@ -147,21 +147,19 @@ def add_d_kv(
     for start in tl.range(begin, end, BM, num_stages=STAGES):
         at = tl.cast(start, tl.int64)
         b_q = load_block(q + at * q_t, q_t, r, c, limit - start, D, DP, MASKED)
+        b_do = load_block(d_o + at * d_t, d_t, r, c, limit - start, D, DP, MASKED)
         if MASKED:
             b_lse = tl.load(lse + at + r, mask=r < limit - start, other=0.0)
+            b_delta = tl.load(delta + at + r, mask=r < limit - start, other=0.0)
         else:
             b_lse = tl.load(lse + at + r)
+            b_delta = tl.load(delta + at + r)
         s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
+        d_p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         p = exp2(s * scale - (b_lse - SHIFT)[None, :])
         if MASKED:
             p = tl.where(visible((start + past + r)[None, :], key[:, None], window, WINDOW), p, 0.0)
-        b_do = load_block(d_o + at * d_t, d_t, r, c, limit - start, D, DP, MASKED)
         d_v = tl.dot(p.to(b_do.dtype), b_do, acc=d_v, input_precision=PRECISION)
-        if MASKED:
-            b_delta = tl.load(delta + at + r, mask=r < limit - start, other=0.0)
-        else:
-            b_delta = tl.load(delta + at + r)
-        d_p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         d_k = score_dot(p * (d_p - b_delta[None, :]), b_q, d_k, PRECISION)
     return d_k, d_v
 
@@ -242,11 +240,11 @@ def attention_d_kv_kernel(
         at = (batch * HQ + query_head) * T + first
         acc_k, acc_v = add_d_kv(
             acc_k, acc_v, b_k, b_v, q + query_head * q_h, d_o + query_head * d_h, lse + at, delta + at, q_t, d_t,
-            low, full, start + r, past, queries, scale, window, D, DP, BM, WINDOW, SHIFT, PRECISION, True, EDGE,
+            full, tail, start + r, past, queries, scale, window, D, DP, BM, WINDOW, SHIFT, PRECISION, False, STAGES,
         )  # fmt: skip
         acc_k, acc_v = add_d_kv(
             acc_k, acc_v, b_k, b_v, q + query_head * q_h, d_o + query_head * d_h, lse + at, delta + at, q_t, d_t,
-            full, tail, start + r, past, queries, scale, window, D, DP, BM, WINDOW, SHIFT, PRECISION, False, STAGES,
+            low, full, start + r, past, queries, scale, window, D, DP, BM, WINDOW, SHIFT, PRECISION, True, EDGE,
         )  # fmt: skip
         if WINDOW or not EVEN:
             acc_k, acc_v = add_d_kv(

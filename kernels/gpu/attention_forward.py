@@ -103,15 +103,15 @@ def attention_forward_kernel(
     acc = tl.zeros((BM, DP), tl.float32)
     peak = tl.full((BM,), FLOOR, tl.float32)
     total = tl.zeros((BM,), tl.float32)
+    acc, peak, total = attend(
+        acc, peak, total, b_q, k, v, k_t, v_t, full, diagonal, position, limit, scale, window,
+        D, DP, BN, WINDOW, NEGATIVE, SHIFT, PRECISION, False, STAGES,
+    )  # fmt: skip
     if WINDOW:
         acc, peak, total = attend(
             acc, peak, total, b_q, k, v, k_t, v_t, low, full, position, limit, scale, window,
             D, DP, BN, WINDOW, NEGATIVE, SHIFT, PRECISION, True, EDGE,
         )  # fmt: skip
-    acc, peak, total = attend(
-        acc, peak, total, b_q, k, v, k_t, v_t, full, diagonal, position, limit, scale, window,
-        D, DP, BN, WINDOW, NEGATIVE, SHIFT, PRECISION, False, STAGES,
-    )  # fmt: skip
     acc, peak, total = attend(
         acc, peak, total, b_q, k, v, k_t, v_t, diagonal, end, position, limit, scale, window,
         D, DP, BN, WINDOW, NEGATIVE, SHIFT, PRECISION, True, EDGE,
