@@ -172,10 +172,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -
     if windowed or 1 < T < S:  # a single query sees every key, and T = S is torch's own causal case
         key = torch.arange(S, device=q.device)
         mask = _visible(key[S - T :, None], key, window)
-    return _sdpa(q, k, v, scale, mask, causal=mask is None and 1 < T)
+    return _sdpa(q, k, v, scale, mask, causal=mask is None and T > 1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool = False) -> Tensor:
+    if scale < 0:  # NaN from torch 2.13 on a CPU, for causal attention
+        q, scale = -q, -scale
     o = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

@@ -32,9 +32,7 @@ FLOAT16_SHIFT = 12.0
 FARTHEST = 2**22  # elements between rows: a block's offsets are int32
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, window: int | None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, window: int | None) -> Tensor:
     """o [B, T, HQ, D] in v's dtype; arguments as in `kernels.softmax_attention`, cu_seqlens on the device."""
     dtype = v.dtype
     q, k, v = promoted(q, k, v)

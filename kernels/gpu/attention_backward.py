@@ -10,16 +10,15 @@ same inputs give the same bits.
 P and dP are computed in both: 7 products of D FLOPs times 2 for a pair instead of 5, the price of no atomics. d_kv
 computes Sᵀ and dPᵀ at once, so that they leave the accumulators as the left operand of the next product.
 
-dS is an operand in the inputs' dtype; for float16 in TF32, which has its 11 bits: dS is as large as the gradient, which
-a loss scale moves, and would leave float16's range. P is at most 1, and comes times 2^SHIFT for float16, so that the small
-weights of long rows stay normal numbers.
+dS is an operand in the inputs' dtype; for float16 in TF32, which has its 11 bits: dS is as large as the gradient,
+which a loss scale moves, and would leave float16's range. P is at most 1, and comes times 2^SHIFT for float16, so that
+the small weights of long rows stay normal numbers.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_rows import SIZES, key_ranges, load_block, locate, store_block, visible
-from kernels.gpu.common import exp2
+from kernels.gpu.attention_rows import SIZES, exp2, key_ranges, load_block, locate, store_block, visible
 
 
 @triton.jit

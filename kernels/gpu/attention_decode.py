@@ -2,7 +2,7 @@
 """Softmax attention of new tokens over a cache of keys and values, for decoding.
 
 A program takes a part of a sequence's cache and the rows that read the same key head, heads of the group times new
-tokens, as one tile: every key and value is read once, 2 · 2 D bytes a position and key head in bf16, which is what a step
+tokens, as one tile: every key and value is read once, 4 D bytes a position and key head in bf16, which is what a step
 takes. Each part leaves m, l and the unnormalised o in float32; a second, small kernel combines them:
 
     m = max_p m_p        l = Σ_p 2^(m_p − m) l_p        o = Σ_p 2^(m_p − m) o_p / l
@@ -21,10 +21,9 @@ from torch import Tensor
 
 from kernels.gpu.attention import FLOAT16_SHIFT, LOG2_E, products, promoted, stride_types, strided
 from kernels.gpu.attention_forward import attend
-from kernels.gpu.attention_rows import FLOOR
+from kernels.gpu.attention_rows import FLOOR, exp2
 from kernels.gpu.attention_tiles import DECODE_KEYS, DECODE_ROWS, MAX_SPLITS, SPLIT_KEYS
 from kernels.gpu.chunk import traced
-from kernels.gpu.common import exp2
 from kernels.gpu.launch import launcher, types
 from kernels.gpu.tiles import padded
 
@@ -129,9 +128,7 @@ def attention_combine_kernel(
     some = total > 0.0
     peak = tl.load(peaks + row * splits + s, mask=some, other=FLOOR)
     weight = tl.where(some, exp2(peak - tl.max(peak, 0)), 0.0)
-    x = tl.load(
-        parts + (row * splits + s)[:, None] * D + c[None, :], mask=some[:, None] & (c < D)[None, :], other=0.0
-    )
+    x = tl.load(parts + (row * splits + s)[:, None] * D + c[None, :], mask=some[:, None] & (c < D)[None, :], other=0.0)
     total = tl.sum(weight * total, 0)
     x = tl.sum(weight[:, None] * x, 0) / tl.where(total > 0.0, total, 1.0)
     tl.store(o + row * D + c, x.to(o.dtype.element_ty), mask=c < D)
@@ -163,7 +160,7 @@ def launch(
     sizes = {"D": D, "DP": padded(D)}
     constants = {"HQ": HQ, "HKV": HKV, **sizes, "BM": BM, "BN": 32 if wide else DECODE_KEYS, "SPLIT": splits > 1}
     constants |= {"WINDOW": window is not None, "NEGATIVE": scale < 0} | products(q.dtype)
-    constants |= {"SHIFT": FLOAT16_SHIFT if q.dtype == torch.float16 else 0.0, "STAGES": 2}
+    constants |= {"SHIFT": FLOAT16_SHIFT if q.dtype == torch.float16 else 0.0, "STAGES": 1 if wide else 2}
     constants |= {"num_warps": 4, "num_stages": 1}
 
     o = q.new_empty(q.shape)
@@ -172,7 +169,22 @@ def launch(
     peaks, totals = (q.new_empty((many, splits), dtype=torch.float32) for _ in range(2))
     start = launcher("decode", q.device, *constants.values(), types(q, k, v, lengths), stride_types(strides))
     with torch.cuda.device_of(q):  # where Triton launches
-        arguments = (q, k, v, lengths, o, parts, peaks, totals, *strides, abs(scale) * LOG2_E, T, S, window or 0, splits)
+        arguments = (
+            q,
+            k,
+            v,
+            lengths,
+            o,
+            parts,
+            peaks,
+            totals,
+            *strides,
+            abs(scale) * LOG2_E,
+            T,
+            S,
+            window or 0,
+            splits,
+        )
         start(attention_decode_kernel, (programs * splits,), arguments, constants)
         if splits > 1:
             combine = sizes | {"SP": triton.next_power_of_2(splits), "num_warps": 4}
@@ -182,9 +194,7 @@ def launch(
 
 
 @torch.library.custom_op("kda_lm::attention_decode", mutates_args=())
-def attention_decode(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int | None
-) -> Tensor:
+def attention_decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int | None) -> Tensor:
     return launch(q, k, v, lengths, scale, window)
 
 

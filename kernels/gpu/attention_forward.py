@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """Softmax attention, forward: one program per block of queries and query head.
 
-    s_ij = scale · q_i·k_j        m_i = max_j s_ij        l_i = Σ_j 2^(s_ij − m_i)        o_i = Σ_j 2^(s_ij − m_i) v_j / l_i
+    s_ij = scale · q_i·k_j      m_i = max_j s_ij      l_i = Σ_j 2^(s_ij − m_i)      o_i = Σ_j 2^(s_ij − m_i) v_j / l_i
 
-over the keys that i sees, block by block with m, l and o rescaled as m grows. `scale` comes times log2(e), so that powers
-are of two. Kept for the backward: the base-2 log-sum-exp m + log2(l), float32 [B, HQ, T].
+over the keys that i sees, block by block with m, l and o rescaled as m grows. `scale` comes times log2(e), so that
+powers are of two. Kept for the backward: the base-2 log-sum-exp m + log2(l), float32 [B, HQ, T].
 
 Blocks that every query of the program sees whole have no masks and a pipelined loop; those on the diagonal and at the
 window's edge have their own. 4 D FLOPs for a pair of query and key.
@@ -13,8 +13,7 @@ window's edge have their own. 4 D FLOPs for a pair of query and key.
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_rows import FLOOR, SIZES, key_ranges, load_block, locate, store_block, visible
-from kernels.gpu.common import exp2
+from kernels.gpu.attention_rows import FLOOR, SIZES, exp2, key_ranges, load_block, locate, store_block, visible
 
 
 @triton.jit

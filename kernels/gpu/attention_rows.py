@@ -8,6 +8,8 @@ contiguous; o, gradients and what is kept are contiguous. Offsets are int64 up t
 import triton
 import triton.language as tl
 
+from kernels.gpu.common import INTERPRETED
+
 # Arguments that change from call to call: no kernel is compiled anew for their divisors.
 SIZES = ("scale", "T", "S", "N", "window", "blocks", "near", "heads")
 
@@ -58,6 +60,18 @@ def locate(
 
 
 @triton.jit
+def exp2(x):
+    """2ˣ in float32, 0 under 2⁻¹²⁶. Unlike that of common.py free to be moved: pipelined loops for sm_100 take no
+    other, and here no second layout needs it."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def visible(position, key, window, WINDOW: tl.constexpr):
     """Whether the token at `position` sees `key`."""
     seen = key <= position
@@ -67,9 +81,7 @@ def visible(position, key, window, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def key_ranges(
-    start, length, past, window, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr
-):
+def key_ranges(start, length, past, window, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr):
     """Key blocks of the queries [start, start + BM) after `past` more keys: [low, full) are cut by the window,
     [full, diagonal) seen by every query, [diagonal, end) not by all.
     """

@@ -1,8 +1,9 @@
 """Blocks and warps of the attention kernels: one checked table instead of autotuning at run time.
 
-`attention_tiles` looks up (compute capability, dtype, padded head width); what the table does not name takes the default
-of its dtype and width, which fits the 99 KiB of shared memory of every GPU from sm_80 on. scripts/tune_attention.py
-measures candidates; it admits none whose output and gradients it has not compared with float64 on that device.
+`attention_tiles` looks up (compute capability, dtype, padded head width); what the table does not name takes the
+default of its dtype and width, which fits the 99 KiB of shared memory of every GPU from sm_80 on.
+scripts/tune_attention.py measures candidates; it admits none whose output and gradients it has not compared with
+float64 on that device.
 """
 
 from collections.abc import Iterator
@@ -35,19 +36,33 @@ class AttentionTiles:
     d_kv: Blocks
 
 
-HALF_64 = AttentionTiles(forward=Blocks(64, 64), d_q=Blocks(64, 64), d_kv=Blocks(64, 64))
-HALF_128 = AttentionTiles(forward=Blocks(64, 64), d_q=Blocks(64, 64, 8), d_kv=Blocks(64, 64, 8))
-HALF_256 = AttentionTiles(forward=Blocks(64, 64, 8, 1), d_q=Blocks(64, 64, 8, 1), d_kv=Blocks(64, 64, 8, 1))
-FLOAT32 = AttentionTiles(forward=Blocks(32, 32, 4, 1), d_q=Blocks(32, 32, 4, 1), d_kv=Blocks(32, 32, 4, 1))
+# What any GPU from sm_80 on can run, in 99 KB of shared memory: for 16 bits, for float32, by the padded head width.
+DEFAULTS: dict[tuple[bool, int], AttentionTiles] = {
+    (False, 64): AttentionTiles(Blocks(64, 64), Blocks(64, 64), Blocks(64, 32)),
+    (False, 128): AttentionTiles(Blocks(64, 64), Blocks(64, 64, 8), Blocks(64, 64, 8)),
+    (False, 256): AttentionTiles(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(32, 32, 8, 1)),
+    (True, 64): AttentionTiles(Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
+    (True, 128): AttentionTiles(Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
+    (True, 256): AttentionTiles(Blocks(32, 16, 8, 1), Blocks(16, 16, 8, 1), Blocks(16, 16, 8, 1)),
+}
 
 # (capability, dtype, padded head width).
 Key = tuple[int, torch.dtype, int]
 TABLE: dict[Key, AttentionTiles] = {
     (90, torch.bfloat16, 64): AttentionTiles(
-        forward=Blocks(128, 64, 4, 3), d_q=Blocks(128, 64, 8, 2), d_kv=Blocks(64, 128, 8, 2)
+        forward=Blocks(128, 64, 4, 3), d_q=Blocks(128, 64, 8, 2), d_kv=Blocks(64, 128, 8, 2, 2)
     ),
     (90, torch.bfloat16, 128): AttentionTiles(
-        forward=Blocks(128, 64, 8, 3), d_q=Blocks(128, 64, 8, 2), d_kv=Blocks(64, 128, 8, 2)
+        forward=Blocks(128, 128, 8, 2), d_q=Blocks(128, 64, 8, 2), d_kv=Blocks(64, 128, 8, 2, 2)
+    ),
+    (90, torch.bfloat16, 256): AttentionTiles(
+        forward=Blocks(128, 64, 8, 2), d_q=Blocks(64, 32, 8, 2), d_kv=Blocks(32, 32, 8, 1)
+    ),
+    (90, torch.float16, 64): AttentionTiles(
+        forward=Blocks(128, 64, 4, 3), d_q=Blocks(128, 64, 8, 2), d_kv=Blocks(64, 64, 8, 2, 2)
+    ),
+    (90, torch.float16, 128): AttentionTiles(
+        forward=Blocks(128, 64, 8, 3), d_q=Blocks(128, 64, 8, 2), d_kv=Blocks(64, 64, 8, 2, 2)
     ),
 }
 
@@ -70,9 +85,7 @@ def attention_tiles(device: torch.device, dtype: torch.dtype, D: int) -> Attenti
 
 def default(dtype: torch.dtype, wide: int) -> AttentionTiles:
     """For any GPU, for a padded head width."""
-    if dtype == torch.float32:
-        return FLOAT32
-    return {64: HALF_64, 128: HALF_128, 256: HALF_256}[wide]
+    return DEFAULTS[dtype == torch.float32, wide]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Softmax attention in Triton, in Triton's interpreter: see interpreter.py.
 
-Inputs are float32, and what only 16 bits have is tried with bfloat16.py's arithmetic. test_attention_gpu.py has the other
-dtypes, sizes and the real compiler.
+Inputs are float32, and what only 16 bits have is tried with bfloat16.py's arithmetic. test_attention_gpu.py has the
+other dtypes, sizes and the real compiler.
 """
 
 from collections.abc import Iterator
