@@ -67,7 +67,9 @@ def softmax_attention(
         return reference.softmax_attention(q, k, v, factor, bounds, window)
     if chosen == "triton":
         boundaries = None if cu_seqlens is None else cu_seqlens.to(q.device)
-        return _attention(*_autocast(q, k, v), boundaries, factor, window).to(v.dtype)
+        dtype = v.dtype
+        q, k, v = _autocast(q, k, v)
+        return _attention(q, k, v, boundaries, factor, window).to(dtype)
     if bounds is None:
         return _attend(q, k, v, factor, window).to(v.dtype)
     sequences = [slice(start, end) for start, end in pairwise(bounds) if start < end]
@@ -115,7 +117,9 @@ def softmax_decode(
     if chosen == "reference":
         return reference.softmax_decode(q, k, v, lengths, factor, window)
     if chosen == "triton":
-        return _decode(*_autocast(q, k, v), lengths, factor, window).to(v.dtype)
+        dtype = v.dtype
+        q, k, v = _autocast(q, k, v)
+        return _decode(q, k, v, lengths, factor, window).to(dtype)
     key = torch.arange(S, device=q.device)
     position = lengths.view(B, 1, 1, 1) - T + torch.arange(T, device=q.device).view(T, 1)  # [B, 1, T, 1]
     seen = _visible(position, key, window)  # [B, 1, T, S]

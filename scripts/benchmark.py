@@ -19,6 +19,9 @@ Memory    extra MiB: the peak during forward and backward beyond inputs and d_o;
 Host      µs of wall time per forward and backward at B=1 T=64, where the GPU waits for the host.
 Cold      seconds of the first forward and backward in a new process with an empty Triton cache, imports not counted.
 Decoding  `fused_recurrent_*`, one token of B sequences, float32 state; floor = the state read and written.
+
+Softmax attention is an op of its own, beside torch's: `--ops softmax_attention --peer sdpa`. attention.py has its
+cases.
 """
 
 import argparse
@@ -34,7 +37,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script finds what lies beside it, not its own package
 
 import kernels
-from scripts.benchmarking import measure, tuning
+from scripts.benchmarking import attention, measure, tuning
 from scripts.benchmarking.cases import NAMES, Case, Contender, Shape, cases_of, fla, make_inputs, ours
 from scripts.benchmarking.run import Options, Run, UsageError
 
@@ -50,6 +53,7 @@ GPU_SHAPES = "8x4096x16x128,32x2048x8x64,1x32768x16x128"
 CPU_SHAPES = "2x1024x4x64"
 GPU_DECODING = [Shape(256, 1, 16, 128), Shape(1, 1, 16, 128)]
 CPU_DECODING = [Shape(16, 1, 4, 64), Shape(1, 1, 4, 64)]
+OPS = [*NAMES.values(), attention.NAME]
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,7 +83,7 @@ def benchmark_kernels(arguments: argparse.Namespace) -> int:
     decoding = (GPU_DECODING if gpu else CPU_DECODING) if arguments.decode else []
     if arguments.check_only:  # at sizes of its own
         shapes, decoding = list({shape.D: shape for shape in reversed(shapes)}.values())[::-1], decoding[:1]
-    peer, missing = choose_peer(arguments.peer, device)
+    peer, missing = choose_peer(arguments.peer, device, arguments.ops)
     if arguments.profile and not gpu:
         raise UsageError("--profile: got a CPU, accepted: a CUDA GPU")
     options = Options(
@@ -90,6 +94,7 @@ def benchmark_kernels(arguments: argparse.Namespace) -> int:
         device=device,
         backend=arguments.backend,
         peer=peer,
+        attention_peer=arguments.peer != "none",
         repeats=arguments.repeats,
         seed=arguments.seed,
         check_only=arguments.check_only,
@@ -124,12 +129,13 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
         metavar="BxTxHxD,…",
         help=f"K = V = D; default {GPU_SHAPES} on a GPU, {CPU_SHAPES} on a CPU",
     )
-    command.add_argument(
-        "--ops", type=read_ops, default=list(NAMES.values()), metavar="OP,…", help=", ".join(NAMES.values())
-    )
+    command.add_argument("--ops", type=read_ops, default=list(NAMES.values()), metavar="OP,…", help=", ".join(OPS))
     add_common(command)
     command.add_argument(
-        "--peer", default="auto", choices=("auto", "fla", "none"), help="auto: fla on a GPU, the reference on a CPU"
+        "--peer",
+        default="auto",
+        choices=("auto", "fla", "sdpa", "none"),
+        help="auto: fla on a GPU, the reference on a CPU; sdpa, torch's, beside softmax_attention",
     )
     command.add_argument(
         "--repeats",
@@ -190,8 +196,8 @@ def read_shapes(text: str) -> list[Shape]:
 def read_ops(text: str) -> list[str]:
     ops = text.split(",")
     for op in ops:
-        if op not in NAMES.values():
-            raise argparse.ArgumentTypeError(f"got {op!r}, accepted: {', '.join(NAMES.values())}")
+        if op not in OPS:
+            raise argparse.ArgumentTypeError(f"got {op!r}, accepted: {', '.join(OPS)}")
     return ops
 
 
@@ -226,9 +232,12 @@ def read_device(name: str | None) -> torch.device:
     return device
 
 
-def choose_peer(wanted: str, device: torch.device) -> tuple[Contender | None, str | None]:
-    """The peer, and a line to print where there is none that should be."""
-    if wanted == "none":
+def choose_peer(wanted: str, device: torch.device, ops: list[str]) -> tuple[Contender | None, str | None]:
+    """The recurrence's peer, and a line to print where there is none that should be."""
+    others = [op for op in ops if op != attention.NAME]
+    if wanted == "sdpa" and others:
+        raise UsageError(f"--peer: got 'sdpa' with --ops {','.join(ops)}, accepted: only with {attention.NAME}")
+    if wanted in ("none", "sdpa") or not others:
         return None, None
     if not measure.on_gpu(device):
         if wanted == "fla":

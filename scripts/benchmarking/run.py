@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from scripts.benchmarking import measure
+from scripts.benchmarking import attention, measure
 from scripts.benchmarking.cases import Case, Contender, Shape, cases_of, floor_bytes, make_inputs, ours
 from scripts.benchmarking.measure import Problem
 from scripts.benchmarking.report import (
@@ -51,7 +51,8 @@ class Options:
     dtype: torch.dtype
     device: torch.device
     backend: str
-    peer: Contender | None
+    peer: Contender | None  # of the recurrence
+    attention_peer: bool  # whether torch's attention is measured beside ours
     repeats: int
     seed: int
     check_only: bool
@@ -106,6 +107,8 @@ class Run:
         self.checked: dict[tuple[Case, int, int], dict[str, Result]] = {}
         self.rows: list[Row] = []
         self.decoding: list[Row] = []
+        self.attention: list[Row] = []
+        self.attention_decoding: list[Row] = []
 
     def start(self) -> int:
         """Measure everything, with a line a row; 1 if one of ours is wrong."""
@@ -123,17 +126,25 @@ class Run:
             for case in cases:
                 if not case.in_kernel:
                     self.finish(self.decoding, self.decode_row(case, shape))
+        if attention.NAME in self.options.ops:
+            self.measure_attention()
         self.setting["run_s"] = time.perf_counter() - began
         self.save()
         self.say(f"{self.setting['run_s']:.0f} s")
-        return 1 if any(row["wrong"] for row in self.rows + self.decoding) else 0
+        return 1 if any(row["wrong"] for rows in self.all_rows().values() for row in rows) else 0
+
+    def all_rows(self) -> dict[str, list[Row]]:
+        rows = {"ops": self.rows, "decoding": self.decoding}
+        if attention.NAME in self.options.ops:
+            rows |= {"attention": self.attention, "attention_decoding": self.attention_decoding}
+        return rows
 
     def say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def save(self) -> None:
         if self.options.json:
-            content = {**self.setting, "ops": self.rows, "decoding": self.decoding}
+            content = {**self.setting, **self.all_rows()}
             try:
                 self.options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             except OSError as error:
@@ -265,18 +276,50 @@ class Run:
         result = {"step_ms": measure.median_ms(step, self.options.repeats, self.device)}
         return {**result, "host_us": measure.host_us(step)} if self.gpu else result
 
+    # Softmax attention
+
+    def measure_attention(self) -> None:
+        o = self.options
+        common: dict[str, Any] = {
+            "dtype": self.dtype,
+            "device": self.device,
+            "backend": o.backend,
+            "repeats": o.repeats,
+        }
+        common |= {"peer": o.attention_peer, "seed": o.seed, "check_only": o.check_only}
+        for shape in o.shapes:
+            self.finish(self.attention, attention.row(shape, **common, profile=o.profile))
+        if o.decoding:
+            for shape in attention.DECODING if self.gpu else attention.DECODING_ON_CPU:
+                row = attention.decode_row(shape, **common, bandwidth=self.bandwidth)
+                self.finish(self.attention_decoding, row)
+
     # Tables
+
+    def attention_sheets(self) -> list[Sheet]:
+        dtype, peer = self.setting["dtype"], attention.PEER if self.options.attention_peer else None
+        if self.options.check_only:
+            rows = self.attention + self.attention_decoding
+            return [error_sheet(f"‖out − ref‖ / ‖ref‖, {dtype}", rows)] if rows else []
+        sheets = []
+        for row in self.attention:
+            title = f"{row['shape']} {dtype}, medians" + (f"; ratio = {peer} / ours" if peer else "")
+            sheets.append(timing_sheet(title, [row], peer))
+        for row in self.attention_decoding:
+            title = f"decoding a token over a cache, {row['shape']} {dtype}, {attention.GROUP} queries a key, medians"
+            sheets.append(decode_sheet(title, [row], peer))
+        return sheets
 
     def sheets(self) -> list[Sheet]:
         dtype, sheets = self.setting["dtype"], []
         if self.options.check_only:
-            for shape in self.options.shapes:
+            for shape in self.options.shapes if self.rows else []:
                 rows = [row for row in self.rows if row["shape"] == str(shape)]
                 sheets.append(error_sheet(f"‖out − ref‖ / ‖ref‖ at D={shape.D}, {dtype}", rows))
             if self.decoding:
                 sheets.append(error_sheet(f"‖out − ref‖ / ‖ref‖ of a decoded token, {dtype}", self.decoding))
-            return sheets
-        for shape in self.options.shapes:
+            return sheets + self.attention_sheets()
+        for shape in self.options.shapes if self.rows else []:
             rows = [row for row in self.rows if row["shape"] == str(shape)]
             title = f"{shape} {dtype}, medians" + (f"; ratio = {self.peer} / ours" if self.peer else "")
             sheets.append(timing_sheet(title, rows, self.peer))
@@ -284,7 +327,7 @@ class Run:
             shape = self.options.decoding[0]
             title = f"decoding a token, H={shape.H} D={shape.D} {dtype}, float32 state, medians"
             sheets.append(decode_sheet(title, self.decoding, self.peer))
-        return sheets
+        return sheets + self.attention_sheets()
 
     def print_tables(self, markdown: bool) -> None:
         sheets = self.sheets()
