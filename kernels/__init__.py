@@ -14,6 +14,9 @@ S [K, V] is the state of a head, g ≤ 0 a log-decay, β a write strength:
 | channel | chunk_gla         | chunk_kda (Kimi Delta Attention)        |
 
 `chunk_*` is for training and long prompts, `fused_recurrent_*`, with the same cells and signatures, for decoding.
+`softmax_attention` is what they are measured against, for training and prompts, `softmax_decode` its form over a
+preallocated cache of keys and values.
+
 `chunk` and `fused_recurrent` take rule and decay as arguments; `help(kernels.chunk)` describes all arguments.
 Names and argument order are those of flash-linear-attention.
 

@@ -1,4 +1,5 @@
-"""Triton kernels of the recurrence: one family, compiled for a rule and a decay.
+"""Triton kernels of the recurrence: one family, compiled for a rule and a decay. And of softmax attention: attention.py
+says which.
 
 | file                 | when                                                                                   |
 |----------------------|----------------------------------------------------------------------------------------|

@@ -266,8 +266,8 @@ def test_decode_heads() -> None:
 
 def test_decode_of_a_large_batch() -> None:
     """Without parts, and with more than 65,535 programs."""
-    lengths = [1 + n % 70 for n in range(40_000)]
-    check_decode(*make_cache(lengths, 1, 72, **{**DECODE, "HQ": 2, "HKV": 2, "D": 16}))
+    lengths = [1 + n % 70 for n in range(280)]
+    check_decode(*make_cache(lengths, 1, 72, **{**DECODE, "HQ": 240, "HKV": 240, "D": 16}))
 
 
 def test_other_rows_do_not_matter() -> None:
@@ -369,6 +369,6 @@ def test_every_tile_configuration(case: tuple[str, torch.dtype, int, Any]) -> No
     with forced(tiles):
         for T in (300, 384):  # the last block ends early, or is full like the others: compiled without masks
             inputs = make(T, D=D, dtype=dtype)
-            first = check(inputs, scale=SCALE / D**0.5 * 8)
-            cases.assert_same(results(inputs, scale=SCALE / D**0.5 * 8), first)
+            first = check(inputs)
+            cases.assert_same(results(inputs, scale=None), first)
         check(make(300, D=D, dtype=dtype), window=130)
