@@ -31,7 +31,31 @@ from kernels.gpu.tiles import padded
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
-SPILLS: dict[str, int] = {}
+# As in test_triton_compiles.py. The main loops of the forward and of d_q at the measured shapes spill nothing.
+SPILLS: dict[str, int] = {
+    "default-sm80-bf16-64-attention_d_q_kernel": 64,
+    "default-sm80-fp32-128-attention_forward_kernel": 64,
+    "default-sm80-fp32-128-attention_d_q_kernel": 64,
+    "default-sm80-fp32-128-attention_d_kv_kernel": 384,
+    "default-sm80-fp32-256-attention_forward_kernel": 1024,
+    "default-sm80-fp32-256-attention_d_q_kernel": 256,
+    "default-sm80-fp32-256-attention_d_kv_kernel": 896,
+    "table-sm90-bf16-128-attention_forward_kernel": 192,
+    "table-sm90-bf16-128-attention_d_kv_kernel": 384,
+    "table-sm90-bf16-256-attention_forward_kernel": 192,
+    "table-sm90-bf16-256-attention_d_q_kernel": 128,
+    "table-sm90-fp16-128-attention_d_kv_kernel": 64,
+    "table-sm90-bf16-128-window-attention_forward_kernel": 192,
+    "table-sm90-bf16-128-window-attention_d_q_kernel": 64,
+    "table-sm90-bf16-128-window-attention_d_kv_kernel": 448,
+    "table-sm90-bf16-128-packed-attention_forward_kernel": 192,
+    "table-sm90-bf16-128-packed-attention_d_kv_kernel": 512,
+    "table-sm90-bf16-128-grouped-attention_forward_kernel": 192,
+    "table-sm90-bf16-128-grouped-attention_d_kv_kernel": 896,
+    "table-sm90-bf16-96-narrower-attention_forward_kernel": 192,
+    "table-sm90-bf16-96-narrower-attention_d_kv_kernel": 576,
+    "sm80-fp32-256-attention_decode_kernel": 640,
+}
 
 # dtype, capability, D: the defaults on every generation, with lengths that end inside a block.
 DEFAULTS = [

@@ -15,7 +15,6 @@ from attention_cases import (
     FLOAT16,
     FLOAT32,
     LIMITS,
-    SCALE,
     assert_within,
     check_decode,
     make_cache,
