@@ -103,7 +103,7 @@ class Plan:
         self.forward = common | {"NEGATIVE": scale < 0, "SHIFT": shift} | self._options(tiles.forward)
         self.d_q = common | self._options(tiles.d_q)
         self.d_kv = common | {"SHIFT": shift, "EVEN": not packed and T % tiles.d_kv.queries == 0}
-        self.d_kv |= self._options(tiles.d_kv)
+        self.d_kv |= {"ROUNDED": tiles.d_kv.rounded} | self._options(tiles.d_kv)
 
         def sizes(block: int, rows: int, heads: int, near_bytes: int, together: int) -> tuple[tuple[int, ...], int]:
             """What a kernel's programs need to find their place, and how many there are."""

@@ -12,7 +12,8 @@ computes Sᵀ and dPᵀ at once, so that they leave the accumulators as the left
 
 dS is an operand in the inputs' dtype; for float16 in TF32, which has its 11 bits: dS is as large as the gradient,
 which a loss scale moves, and would leave float16's range. P is at most 1, and comes times 2^SHIFT for float16, so that
-the small weights of long rows stay normal numbers.
+the small weights of long rows stay normal numbers. With ROUNDED d_kv forms dS from P as rounded for its product, which
+takes fewer registers, and computes dP later.
 """
 
 import triton
@@ -138,7 +139,7 @@ def attention_d_q_kernel(
 def add_d_kv(
     d_k, d_v, b_k, b_v, q, d_o, lse, delta, q_t, d_t, begin, end, key, past, limit, scale, window,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    ROUNDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries [begin, end) give, of which those from `limit` on do not exist."""
     r = tl.arange(0, BM)
@@ -154,11 +155,15 @@ def add_d_kv(
             b_lse = tl.load(lse + at + r)
             b_delta = tl.load(delta + at + r)
         s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
-        d_p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        if not ROUNDED:
+            d_p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         p = exp2(s * scale - (b_lse - SHIFT)[None, :])
         if MASKED:
             p = tl.where(visible((start + past + r)[None, :], key[:, None], window, WINDOW), p, 0.0)
         d_v = tl.dot(p.to(b_do.dtype), b_do, acc=d_v, input_precision=PRECISION)
+        if ROUNDED:
+            d_p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+            p = p.to(b_do.dtype).to(tl.float32)
         d_k = score_dot(p * (d_p - b_delta[None, :]), b_q, d_k, PRECISION)
     return d_k, d_v
 
@@ -205,6 +210,7 @@ def attention_d_kv_kernel(
     PACKED: tl.constexpr,
     EVEN: tl.constexpr,  # T is a multiple of BM
     SHIFT: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     EDGE: tl.constexpr,
@@ -239,16 +245,19 @@ def attention_d_kv_kernel(
         at = (batch * HQ + query_head) * T + first
         acc_k, acc_v = add_d_kv(
             acc_k, acc_v, b_k, b_v, q + query_head * q_h, d_o + query_head * d_h, lse + at, delta + at, q_t, d_t,
-            full, tail, start + r, past, queries, scale, window, D, DP, BM, WINDOW, SHIFT, PRECISION, False, STAGES,
+            full, tail, start + r, past, queries, scale, window,
+            D, DP, BM, WINDOW, SHIFT, ROUNDED, PRECISION, False, STAGES,
         )  # fmt: skip
         acc_k, acc_v = add_d_kv(
             acc_k, acc_v, b_k, b_v, q + query_head * q_h, d_o + query_head * d_h, lse + at, delta + at, q_t, d_t,
-            low, full, start + r, past, queries, scale, window, D, DP, BM, WINDOW, SHIFT, PRECISION, True, EDGE,
+            low, full, start + r, past, queries, scale, window,
+            D, DP, BM, WINDOW, SHIFT, ROUNDED, PRECISION, True, EDGE,
         )  # fmt: skip
         if WINDOW or not EVEN:
             acc_k, acc_v = add_d_kv(
                 acc_k, acc_v, b_k, b_v, q + query_head * q_h, d_o + query_head * d_h, lse + at, delta + at, q_t, d_t,
-                tail, end, start + r, past, queries, scale, window, D, DP, BM, WINDOW, SHIFT, PRECISION, True, EDGE,
+                tail, end, start + r, past, queries, scale, window,
+                D, DP, BM, WINDOW, SHIFT, ROUNDED, PRECISION, True, EDGE,
             )  # fmt: skip
     row = ((batch * S + first + start) * HKV + head) * D
     store_block(d_k + row, HKV * D, r, c, length - start, acc_k * (factor * 2.0**-SHIFT), D, DP)

@@ -24,6 +24,7 @@ class Blocks:
     warps: int = 4
     stages: int = 2  # of the loop without masks
     edge: int = 1  # of the loops with masks
+    rounded: bool = False  # d_kv: see attention_backward.py
     registers: int | None = None  # at most, of a thread
 
 

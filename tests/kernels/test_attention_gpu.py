@@ -4,6 +4,7 @@ test_attention_triton.py has the small cases; here are the dtypes, widths and le
 can break, and every tile configuration.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import attention_cases as cases
@@ -355,6 +356,7 @@ def tile_cases() -> list[Any]:
 
     here = capability(torch.device("cuda"))
     found = [("table", dtype, D, entry) for (sm, dtype, D), entry in tiles.TABLE.items() if sm == here]
+    found += [("rounded", dtype, D, replace(x, d_kv=replace(x.d_kv, rounded=True))) for _, dtype, D, x in found]
     found += [("default", dtype, D, tiles.default(dtype, D)) for dtype in LIMITS for D in (64, 128, 256)]
     return [pytest.param(case, id="-".join(str(x) for x in case[:3])) for case in found]
 

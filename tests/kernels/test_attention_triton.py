@@ -5,6 +5,7 @@ other dtypes, sizes and the real compiler.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import attention_cases as cases
@@ -131,8 +132,9 @@ def test_large_scores() -> None:
 @pytest.mark.parametrize("options", [{}, {"window": 33}], ids=str)
 @pytest.mark.usefixtures("with_bfloat16")
 def test_bfloat16(options: dict[str, Any]) -> None:
-    with forced(WIDE):
-        check(make(130, HQ=1, D=64, dtype=BFLOAT16), scale=None, **options)
+    for tiles in (WIDE, replace(WIDE, d_kv=Blocks(64, 64, rounded=True))):
+        with forced(tiles):
+            check(make(130, HQ=1, D=64, dtype=BFLOAT16), scale=None, **options)
 
 
 @pytest.mark.usefixtures("with_bfloat16")
