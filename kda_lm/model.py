@@ -139,7 +139,7 @@ class LM(nn.Module):
         Raises UserError: one that is not to be had there.
         """
         try:
-            return sorted({kernels.resolve_backend(x.config.backend, device, x.backends) for x in self.layers()})
+            return sorted({kernels.resolve_backend(x.config.backend, device) for x in self.layers()})
         except ValueError as error:
             raise UserError(f"mixers: {error}") from None
 

@@ -15,6 +15,9 @@ S [K, V] is the state of a head, g ≤ 0 a log-decay, β a write strength:
 | channel | chunk_gla         | chunk_kda (Kimi Delta Attention)        |
 
 `chunk_*` is for training and long prompts, `fused_recurrent_*`, with the same cells and signatures, for decoding.
+`softmax_attention` is what they are measured against, for training and prompts, `softmax_decode` its form over a
+preallocated cache of keys and values.
+
 `chunk` and `fused_recurrent` take rule and decay as arguments; `help(kernels.chunk)` describes all arguments.
 Names and argument order are those of flash-linear-attention.
 
@@ -35,7 +38,7 @@ Backend  "triton" (GPUs from sm_80 on; 16 or 32 bits, K and V ≤ 256), "torch" 
 Errors   ValueError for wrong shapes and values, TypeError for wrong types and dtypes.
 """
 
-from kernels.checks import BACKENDS, PLAIN_BACKENDS, resolve_backend
+from kernels.checks import BACKENDS, resolve_backend
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.named import (
     chunk_delta_rule,
@@ -54,12 +57,11 @@ from kernels.named import (
 from kernels.norm import gated_rms_norm, rms_norm
 from kernels.ops import DECAYS, RULES, chunk, fused_recurrent
 from kernels.short_conv import short_convolution
-from kernels.softmax import softmax_attention
+from kernels.softmax import softmax_attention, softmax_decode
 
 __all__ = [
     "BACKENDS",
     "DECAYS",
-    "PLAIN_BACKENDS",
     "RULES",
     "chunk",
     "chunk_delta_rule",
@@ -81,4 +83,5 @@ __all__ = [
     "rms_norm",
     "short_convolution",
     "softmax_attention",
+    "softmax_decode",
 ]

@@ -12,28 +12,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BACKENDS = ("auto", "triton", "torch", "reference")  # of the recurrence
-PLAIN_BACKENDS = ("auto", "torch", "reference")  # of what has no Triton kernel
+BACKENDS = ("auto", "triton", "torch", "reference")
 
 OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = (8, 0)
 
 
-def resolve_backend(backend: str, device: torch.device | str, accepted: tuple[str, ...] = BACKENDS) -> str:
+def resolve_backend(backend: str, device: torch.device | str) -> str:
     """The implementation that runs for tensors on `device`: "triton", "torch" or "reference".
 
-    "auto" is triton on a GPU that it supports, for what has such kernels, else torch. It looks at neither shapes nor
-    values.
+    "auto" is triton on a GPU that it supports, else torch. It looks at neither shapes nor values.
     """
-    if backend == "triton" and backend in accepted:
+    if backend == "triton":
         missing = missing_for_triton(torch.device(device))
         if missing:
-            others = ", ".join(name for name in accepted if name != "triton")
+            others = ", ".join(name for name in BACKENDS if name != "triton")
             raise ValueError(f"backend: got 'triton' for {device}, which needs {missing}; accepted here: {others}")
-    check_choice("backend", backend, accepted)
+    check_choice("backend", backend, BACKENDS)
     if backend != "auto":
         return backend
-    return "torch" if "triton" not in accepted or missing_for_triton(torch.device(device)) else "triton"
+    return "torch" if missing_for_triton(torch.device(device)) else "triton"
 
 
 def without_triton(backend: str, got: str, accepted: str) -> str:
@@ -74,6 +72,13 @@ def check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
 def check_scale(scale: float | None) -> None:
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale: got {type(scale).__name__}, accepted: a number or None")
+
+
+def check_window(window: int | None) -> None:
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise TypeError(f"window: got {type(window).__name__}, accepted: a whole number or None")
+    if window is not None and window < 1:
+        raise ValueError(f"window: got {window}, accepted: a whole number from 1 on, or None")
 
 
 def check_tensor(

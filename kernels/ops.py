@@ -21,6 +21,7 @@ from kernels.checks import (
     check_tensor,
     read_cu_seqlens,
     resolve_backend,
+    without_triton,
 )
 from kernels.gpu.tiles import WIDEST
 
@@ -91,8 +92,9 @@ def _generic(name: str, form: str, implementations: dict[str, Implementation]) -
             width = V + 1 if normalize else V
             check_tensor("initial_state", initial_state, "N, HV, K, V", (N, HV, K, width), q, dtype)
         chosen = resolve_backend(backend, q.device)
-        if chosen == "triton" and not _fits_triton(dtype, K, V + normalize, backend):
-            chosen = "torch"
+        if chosen == "triton" and (dtype != torch.float32 or max(K, V + normalize) > WIDEST):
+            got = f"K = {K}, V = {V + normalize} in {dtype}"
+            chosen = without_triton(backend, got, f"K, V ≤ {WIDEST} in 16 or 32 bits")
         # A compiled model cannot stop to read values; the kernels only read cu_seqlens on the GPU.
         bounds = None
         if chosen != "triton" or not torch.compiler.is_compiling():
@@ -149,17 +151,6 @@ def _generic(name: str, form: str, implementations: dict[str, Implementation]) -
         o [B, T, HV, V] in v's dtype, and the last state [N, HV, K, V] in the compute dtype or None.
     """
     return function
-
-
-def _fits_triton(dtype: torch.dtype, K: int, V: int, backend: str) -> bool:
-    """Whether the Triton kernels take these; if not, "auto" goes without and "triton" is refused."""
-    fits = dtype == torch.float32 and max(K, V) <= WIDEST
-    if not fits and backend == "triton":
-        raise ValueError(
-            f"backend: got 'triton' for K = {K}, V = {V} in {dtype}, accepted: K, V ≤ {WIDEST} in 16 or 32 "
-            "bits; backend='torch' takes any"
-        )
-    return fits
 
 
 def _check_gate(

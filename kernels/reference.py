@@ -83,18 +83,27 @@ def sequence_by_sequence(
     return torch.cat(outputs, dim=1), torch.cat(states)
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Sequence[int] | None = None) -> Tensor:
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    cu_seqlens: Sequence[int] | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Causal softmax attention with its scores written out (article, section 1).
 
         o_t = Σ_{s ≤ t} softmax_s(scale · q_t·k_s) v_s
 
     q [B,T,HQ,D]; k, v [B,S,HKV,D]; query head i reads key head i // (HQ // HKV). The T queries are the last T of
-    the S positions. With cu_seqlens (B = 1, T = S) no query sees past its own sequence. Returns [B,T,HQ,D] in
-    v's dtype.
+    the S positions. With cu_seqlens (B = 1, T = S) no query sees past its own sequence; with a window it sees that many
+    positions, its own included. Returns [B,T,HQ,D] in v's dtype.
     """
     (T, HQ), (S, HKV), dtype = q.shape[1:3], k.shape[1:3], compute_dtype(q, k, v)
     position = torch.arange(S, device=q.device)
     visible = position <= position[S - T :, None]  # [T, S]
+    if window is not None:
+        visible = visible & (position > position[S - T :, None] - window)
     if cu_seqlens is not None:
         ends = torch.tensor(cu_seqlens[1:], device=q.device)
         sequence = torch.searchsorted(ends, position, right=True)
@@ -103,3 +112,17 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens:
     scores = scale * torch.einsum("bthd,bshd->bhts", q.to(dtype), k)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return torch.einsum("bhts,bshd->bthd", weights, values).to(v.dtype)
+
+
+def softmax_decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """`softmax_attention` of each row's T new tokens over the first lengths[b] positions of its cache k, v [B,S,HKV,D].
+
+    Tokens before the cache's first position, where lengths[b] < T, get zeros.
+    """
+    o = torch.zeros_like(q, dtype=v.dtype)
+    for b, length in enumerate(lengths.tolist()):
+        tokens = min(q.shape[1], length)
+        if tokens:
+            row = (q[b : b + 1, -tokens:], k[b : b + 1, :length], v[b : b + 1, :length])
+            o[b, -tokens:] = softmax_attention(*row, scale, window=window)[0]
+    return o

@@ -19,8 +19,8 @@ Memory    extra MiB: the peak during forward and backward beyond inputs and d_o;
 Host      µs of wall time per forward and backward at B=1 T=64, where the GPU waits for the host.
 Cold      seconds of the first forward and backward in a new process with an empty Triton cache, imports not counted.
 Decoding  `fused_recurrent_*`, one token of B sequences, float32 state; floor = the state read and written.
-Around    short_convolution, rms_norm, gated_rms_norm and linear_cross_entropy, if --ops names them, beside the same in
-          plain torch, run eagerly; fused.py says at which sizes.
+Around    softmax_attention, with decoding over a cache (attention.py), short_convolution, rms_norm, gated_rms_norm and
+          linear_cross_entropy (fused.py), if --ops names them, beside torch's own.
 """
 
 import argparse
@@ -36,7 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script finds what lies beside it, not its own package
 
 import kernels
-from scripts.benchmarking import fused, measure, tuning
+from scripts.benchmarking import attention, fused, measure, tuning
 from scripts.benchmarking.cases import NAMES, Case, Contender, Shape, cases_of, fla, make_inputs, ours
 from scripts.benchmarking.run import Options, Run, UsageError
 
@@ -48,7 +48,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-OPS = (*NAMES.values(), *fused.NAMES)
+OPS = (*NAMES.values(), attention.NAME, *fused.NAMES)
 GPU_SHAPES = "8x4096x16x128,32x2048x8x64,1x32768x16x128"
 CPU_SHAPES = "2x1024x4x64"
 GPU_DECODING = [Shape(256, 1, 16, 128), Shape(1, 1, 16, 128)]
@@ -82,18 +82,21 @@ def benchmark_kernels(arguments: argparse.Namespace) -> int:
     decoding = (GPU_DECODING if gpu else CPU_DECODING) if arguments.decode else []
     if arguments.check_only:  # at sizes of its own
         shapes, decoding = list({shape.D: shape for shape in reversed(shapes)}.values())[::-1], decoding[:1]
-    peer, missing = choose_peer(arguments.peer, device)
+    ops = [op for op in arguments.ops if op in NAMES.values()]
+    peer, missing = choose_peer(arguments.peer, device) if ops else (None, None)
     if arguments.profile and not gpu:
         raise UsageError("--profile: got a CPU, accepted: a CUDA GPU")
     options = Options(
         shapes=shapes,
         decoding=decoding,
-        ops=[op for op in arguments.ops if op in NAMES.values()],
+        ops=ops,
+        attention=attention.NAME in arguments.ops,
         fused=[op for op in fused.NAMES if op in arguments.ops],
         dtype=read_dtype(arguments.dtype, device),
         device=device,
         backend=arguments.backend,
         peer=peer,
+        beside_torch=arguments.peer != "none",
         repeats=arguments.repeats,
         seed=arguments.seed,
         check_only=arguments.check_only,
@@ -107,7 +110,7 @@ def benchmark_kernels(arguments: argparse.Namespace) -> int:
     run = Run(options, read_backend(arguments.backend, device))
     if missing:
         run.say(missing)
-    if peer and peer.name == "fla" and options.ops:
+    if peer and peer.name == "fla":
         if arguments.peer_processes:
             words = ["--ops", ",".join(options.ops), "--shapes", ",".join(map(str, shapes))]
             tuning.compile_ahead(__file__, [*words, "--dtype", run.setting["dtype"]], arguments.peer_processes)
@@ -131,7 +134,10 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ops", type=read_all_ops, default=list(NAMES.values()), metavar="OP,…", help=", ".join(OPS))
     add_common(command)
     command.add_argument(
-        "--peer", default="auto", choices=("auto", "fla", "none"), help="auto: fla on a GPU, the reference on a CPU"
+        "--peer",
+        default="auto",
+        choices=("auto", "fla", "none"),
+        help="of the recurrence, auto: fla on a GPU, the reference on a CPU; none: nor torch's of the other ops",
     )
     command.add_argument(
         "--repeats",
@@ -233,7 +239,7 @@ def read_device(name: str | None) -> torch.device:
 
 
 def choose_peer(wanted: str, device: torch.device) -> tuple[Contender | None, str | None]:
-    """The peer, and a line to print where there is none that should be."""
+    """The recurrence's peer, and a line to print where there is none that should be."""
     if wanted == "none":
         return None, None
     if not measure.on_gpu(device):

@@ -51,6 +51,9 @@ def main() -> int:
         for value in values.split(","):
             if value not in accepted:
                 parser.error(f"{name}: got {value!r}, accepted: {', '.join(accepted)}")
+    for op in arguments.ops:
+        if op not in CELLS:
+            parser.error(f"--ops: got {op!r}, accepted: {', '.join(CELLS)}; tune_attention.py has the other")
     jobs = [(op, int(dim)) for op in arguments.ops for dim in arguments.dims.split(",")]
     if not torch.cuda.is_available():
         parser.error("tiles are measured on an NVIDIA GPU, and there is none here")

@@ -92,7 +92,9 @@ def ckpt(trained: Path) -> Path:
         ("mixers.softmax.num_kv_heads=3", "num_kv_heads 3 num_heads 2"),
         ("mixers.kda=null", "mixers.kda"),
         ("mixers.kda.backend=triton", "mixers 'triton' auto torch reference"),  # on a CPU
-        ("mixers.softmax.backend=triton", "mixers.softmax.backend 'triton' auto torch reference"),
+        ("mixers.softmax.backend=triton", "mixers 'triton' auto torch reference"),  # on a CPU
+        ("mixers.softmax.backend=cudnn", "mixers.softmax.backend 'cudnn' auto triton torch reference"),
+        ("mixers.softmax.window=0", "mixers.softmax window 0 positive null"),
         ("optim.lr=-1", "lr positive"),
         ("optim.lr=.nan", "lr"),
         ("optim.lr=fast", "optim.lr 'fast' number"),

@@ -13,7 +13,7 @@ from support import ROOT
 
 import kernels
 from scripts import benchmark
-from scripts.benchmarking import fused, measure, run
+from scripts.benchmarking import attention, fused, measure, run
 from scripts.benchmarking.cases import NAMES, Case, Shape, cases_of, floor_bytes, make_inputs
 from scripts.benchmarking.report import build, number
 
@@ -201,7 +201,7 @@ def test_what_surrounds_the_recurrence(
     monkeypatch.setattr(fused, "VOCAB", 50)
     monkeypatch.setattr(measure, "CHECKED", {"B": 1, "T": 20})
     words = ("--device", "cpu", "--shapes", "1x30x2x16", "--ops", ",".join(fused.NAMES), "--dtype", "float32")
-    assert call(monkeypatch, "kernels", *words, "--peer", "none", "--json", "out.json") == 0
+    assert call(monkeypatch, "kernels", *words, "--json", "out.json") == 0
     content = json.loads((tmp_path / "out.json").read_text())
     assert [row["op"] for row in content["fused"]] == [*fused.NAMES] and content["ops"] == content["decoding"] == []
     for row in content["fused"]:
@@ -225,6 +225,27 @@ def test_check_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert call(monkeypatch, "kernels", *words) == 0
     out = capsys.readouterr().out
     assert "dinitial_state" in out and "ddt_bias" in out and "fwd ms" not in out and "2x9x1x16 kda" not in out
+
+
+def test_attention_beside_torchs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of its own after the recurrence's, here of none; ours wrong is an exit status, torch's is not."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(attention, "DECODING_ON_CPU", [Shape(2, 40, 8, 16)])
+    words = ("kernels", "--device", "cpu", "--shapes", "1x64x2x16", "--ops", "softmax_attention", "--repeats", "1")
+    assert call(monkeypatch, *words, "--json", "out.json") == 0
+    content = json.loads((tmp_path / "out.json").read_text())
+    (row,), (decoded,) = content["attention"], content["attention_decoding"]
+    assert content["ops"] == content["decoding"] == []
+    for result in row["results"].values():
+        assert result["errors"].keys() == {"o", "dq", "dk", "dv"} and result["both_ms"] > 0 < result["forward_ms"]
+    assert decoded["results"].keys() == {"ours", "sdpa"} and decoded["results"]["ours"]["step_ms"] > 0
+    assert "ratio = sdpa / ours" in capsys.readouterr().out
+
+    monkeypatch.setattr(attention, "errors", lambda call, *rest: {"o": math.nan})
+    assert call(monkeypatch, *words, "--peer", "none", "--check-only", "--no-decode") == 1
+    assert "WRONG: 1x64x2x16 softmax_attention: o nan" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ class Mixer(nn.Module):
     """
 
     config: Any  # the subclass's dataclass of options; has `backend`
-    backends: tuple[str, ...]  # that its kernels have
 
     def __init__(self, dim: int, sizes: tuple[int, int, int], conv_width: int, activation: str) -> None:
         super().__init__()

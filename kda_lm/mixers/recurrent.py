@@ -80,8 +80,6 @@ class RecurrentState(NamedTuple):
 class RecurrentMixer(Mixer):
     """See the module's docstring; x [B, T, dim] → y [B, T, dim] and the state after the last token."""
 
-    backends = kernels.BACKENDS
-
     def __init__(self, dim: int, config: RecurrentConfig) -> None:
         heads, value_heads = config.num_heads, config.value_heads
         head_k = _head_dim(dim, config.expand_k, heads, "expand_k", "num_heads")

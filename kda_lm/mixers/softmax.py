@@ -2,8 +2,9 @@
 
     o_t = Σ_{s ≤ t} softmax_s(D^(−1/2) q_tᵀ k_s) v_s
 
-with rotary positions or none, RMS-normalised q and k, grouped-query heads, and the recurrent mixers' short
-convolution as an option: without it, comparisons of recall measure the convolution.
+over all earlier tokens or the last `window`, with rotary positions or none, RMS-normalised q and k, grouped-query
+heads, and the recurrent mixers' short convolution as an option: without it, comparisons of recall measure the
+convolution.
 """
 
 from dataclasses import dataclass
@@ -25,16 +26,19 @@ class SoftmaxConfig:
     num_kv_heads: int | None = None  # heads of k and v, a divisor of num_heads (grouped queries); null: num_heads
     rope: bool = True  # rotary positions; false: none (NoPE)
     rope_theta: float = 10000.0
+    window: int | None = None  # positions that a token sees, its own included; null: all
     qk_norm: Literal["rms", "none"] = "rms"  # of each head's q and k, with a learned scale
     conv_width: int = 0  # taps of a short convolution on q, k and v; 0: none
     activation: Literal["silu", "none"] = "none"  # on q, k and v, after the convolution
-    backend: Literal["auto", "torch", "reference"] = "auto"  # which kernel implementation runs
+    backend: Literal["auto", "triton", "torch", "reference"] = "auto"  # which kernel implementation runs
 
     def __post_init__(self) -> None:
         if self.num_heads < 1:
             raise ValueError(f"num_heads is {self.num_heads}; it takes at least 1")
         if self.kv_heads < 1 or self.num_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads is {self.num_kv_heads}; it takes a divisor of num_heads = {self.num_heads}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}; it takes a positive number, or null for all positions")
         if not 0 <= self.conv_width <= 8:
             raise ValueError(f"conv_width is {self.conv_width}; it takes 0 (none) to 8")
         if self.rope_theta <= 0:
@@ -55,8 +59,6 @@ class SoftmaxState(NamedTuple):
 
 class SoftmaxMixer(Mixer):
     """See the module's docstring; x [B, T, dim] → y [B, T, dim] and the state after the last token."""
-
-    backends = kernels.PLAIN_BACKENDS
 
     def __init__(self, dim: int, config: SoftmaxConfig) -> None:
         if dim % config.num_heads:
@@ -90,15 +92,20 @@ class SoftmaxMixer(Mixer):
             q, k = rotate(q, positions, config.rope_theta), rotate(k, positions, config.rope_theta)
         if state is not None:
             k, v = torch.cat([state.keys, k], dim=1), torch.cat([state.values, v], dim=1)
-        o = kernels.softmax_attention(q, k, v, cu_seqlens=cu_seqlens, backend=config.backend)
+        o = kernels.softmax_attention(q, k, v, cu_seqlens=cu_seqlens, window=config.window, backend=config.backend)
         return self.out_proj(o.flatten(-2)), SoftmaxState(k, v, conv_state)
 
     def mixing_flops_per_token(self, length: int) -> int:
-        """2 · length · dim for scores and values, causal: half the square."""
-        return 2 * length * self.config.num_heads * self.head_dim
+        """4 · dim a pair of tokens, for scores and values. Without a window a token sees half of the length on average,
+        with a window the whole of it, but for the first tokens.
+        """
+        width = 4 * self.config.num_heads * self.head_dim
+        seen = min(self.config.window or length, length)
+        return width * seen * (2 * length - seen) // (2 * length)
 
     def memory_bytes(self, length: int, dtype: torch.dtype) -> int:
-        """Keys and values of `length` tokens."""
+        """Keys and values of `length` tokens; of the window's, were the others dropped: decoding keeps them for now."""
+        length = min(self.config.window or length, length)
         return 2 * length * self.config.kv_heads * self.head_dim * dtype.itemsize
 
 

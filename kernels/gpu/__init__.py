@@ -1,4 +1,5 @@
-"""Triton kernels of the recurrence: one family, compiled for a rule and a decay; and of what surrounds it.
+"""Triton kernels of the recurrence: one family, compiled for a rule and a decay; of softmax attention, which
+attention.py describes; and of what surrounds them.
 
 | file                 | when                                                                                   |
 |----------------------|----------------------------------------------------------------------------------------|

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from scripts.benchmarking import fused, measure
+from scripts.benchmarking import attention, fused, measure
 from scripts.benchmarking.cases import Case, Contender, Shape, cases_of, floor_bytes, make_inputs, ours
 from scripts.benchmarking.measure import Problem
 from scripts.benchmarking.report import (
@@ -48,11 +48,13 @@ class Options:
     shapes: list[Shape]
     decoding: list[Shape]
     ops: list[str]
-    fused: list[str]  # ops around the recurrence
+    attention: bool  # softmax attention
+    fused: list[str]  # ops around the mixers
     dtype: torch.dtype
     device: torch.device
     backend: str
-    peer: Contender | None
+    peer: Contender | None  # of the recurrence
+    beside_torch: bool  # the others
     repeats: int
     seed: int
     check_only: bool
@@ -108,6 +110,8 @@ class Run:
         self.rows: list[Row] = []
         self.decoding: list[Row] = []
         self.fused: list[Row] = []
+        self.attention: list[Row] = []
+        self.attention_decoding: list[Row] = []
 
     def start(self) -> int:
         """Measure everything, with a line a row; 1 if one of ours is wrong."""
@@ -128,17 +132,28 @@ class Run:
         for shape in self.options.shapes:
             for op in self.options.fused:
                 self.finish(self.fused, self.fused_row(op, shape))
+        if self.options.attention:
+            self.measure_attention()
         self.setting["run_s"] = time.perf_counter() - began
         self.save()
         self.say(f"{self.setting['run_s']:.0f} s")
-        return 1 if any(row["wrong"] for row in self.rows + self.decoding + self.fused) else 0
+        return 1 if any(row["wrong"] for rows in self.all_rows().values() for row in rows) else 0
+
+    def all_rows(self) -> dict[str, list[Row]]:
+        return {
+            "ops": self.rows,
+            "decoding": self.decoding,
+            "fused": self.fused,
+            "attention": self.attention,
+            "attention_decoding": self.attention_decoding,
+        }
 
     def say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def save(self) -> None:
         if self.options.json:
-            content = {**self.setting, "ops": self.rows, "decoding": self.decoding, "fused": self.fused}
+            content = {**self.setting, **self.all_rows()}
             try:
                 self.options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             except OSError as error:
@@ -289,9 +304,9 @@ class Run:
     # The ops around the recurrence, beside plain torch
 
     def fused_row(self, op: str, shape: Shape) -> Row:
-        results: dict[str, Result] = {"ours": {}, "torch": {}}
+        backends = {"ours": self.options.backend} | ({"torch": "torch"} if self.options.beside_torch else {})
+        results: dict[str, Result] = {name: {} for name in backends}
         row: Row = {"op": op, "shape": str(shape), "results": results}
-        backends = {"ours": self.options.backend, "torch": "torch"}
         for name, backend in backends.items():
             self.attempt(results[name], "check", partial(self.fused_errors, op, backend, shape))
         if self.options.check_only:
@@ -319,32 +334,65 @@ class Run:
             errors[name] = measure.relative_error(out, ref)
         return {"errors": errors, "error": measure.worst(errors)}
 
+    # Softmax attention
+
+    def measure_attention(self) -> None:
+        o = self.options
+        common: dict[str, Any] = {
+            "dtype": self.dtype,
+            "device": self.device,
+            "backend": o.backend,
+            "repeats": o.repeats,
+        }
+        common |= {"peer": o.beside_torch, "seed": o.seed, "check_only": o.check_only}
+        for shape in o.shapes:
+            self.finish(self.attention, attention.row(shape, **common, profile=o.profile))
+        if o.decoding:
+            for shape in attention.DECODING if self.gpu else attention.DECODING_ON_CPU:
+                row = attention.decode_row(shape, **common, bandwidth=self.bandwidth)
+                self.finish(self.attention_decoding, row)
+
     # Tables
+
+    def attention_sheets(self) -> list[Sheet]:
+        dtype, peer = self.setting["dtype"], attention.PEER if self.options.beside_torch else None
+        if self.options.check_only:
+            rows = self.attention + self.attention_decoding
+            return [error_sheet(f"‖out − ref‖ / ‖ref‖, {dtype}", rows)] if rows else []
+        sheets = []
+        for row in self.attention:
+            title = f"{row['shape']} {dtype}, medians" + (f"; ratio = {peer} / ours" if peer else "")
+            sheets.append(timing_sheet(title, [row], peer))
+        for row in self.attention_decoding:
+            title = f"decoding a token over a cache, {row['shape']} {dtype}, {attention.GROUP} queries a key, medians"
+            sheets.append(decode_sheet(title, [row], peer))
+        return sheets
 
     def sheets(self) -> list[Sheet]:
         dtype = self.setting["dtype"]
         sheets: list[Sheet] = []
         if self.options.check_only:
-            for shape in self.options.shapes:
+            for shape in self.options.shapes if self.rows else []:
                 rows = [row for row in self.rows if row["shape"] == str(shape)]
                 sheets.append(error_sheet(f"‖out − ref‖ / ‖ref‖ at D={shape.D}, {dtype}", rows))
             if self.decoding:
                 sheets.append(error_sheet(f"‖out − ref‖ / ‖ref‖ of a decoded token, {dtype}", self.decoding))
             if self.fused:
                 sheets.append(error_sheet(f"‖out − ref‖ / ‖ref‖ around the recurrence, {dtype}", self.fused))
-            return sheets
+            return sheets + self.attention_sheets()
         for shape in self.options.shapes:
             rows = [row for row in self.rows if row["shape"] == str(shape)]
             title = f"{shape} {dtype}, medians" + (f"; ratio = {self.peer} / ours" if self.peer else "")
             sheets.append(timing_sheet(title, rows, self.peer))
             beside = [row for row in self.fused if row["shape"] == str(shape)]
-            sheets.append(timing_sheet(f"{shape} {dtype}, medians; ratio = torch / ours", beside, "torch"))
+            torch_too = "torch" if self.options.beside_torch else None
+            sheets.append(timing_sheet(f"{shape} {dtype}, medians; ratio = torch / ours", beside, torch_too))
         sheets = [sheet for sheet in sheets if sheet.rows]
         if self.decoding:
             shape = self.options.decoding[0]
             title = f"decoding a token, H={shape.H} D={shape.D} {dtype}, float32 state, medians"
             sheets.append(decode_sheet(title, self.decoding, self.peer))
-        return sheets
+        return sheets + self.attention_sheets()
 
     def print_tables(self, markdown: bool) -> None:
         sheets = self.sheets()

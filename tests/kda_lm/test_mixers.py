@@ -177,6 +177,30 @@ def test_softmax_mixer_by_hand() -> None:
     assert error(layer(x)[0][0], F.linear(o.flatten(1), layer.out_proj.weight)) < EXACT
 
 
+@pytest.mark.parametrize("split", [1, 3, 8])
+def test_window(split: int) -> None:
+    """A token's output follows from the last four inputs, its own included, whether decoded or not."""
+    layer = mixer("softmax", window=4)
+    x = inputs(2, 12)
+    y, _ = layer(x)
+    assert error(y, mixer_of_all(x)) > 1e-3
+    for t in (3, 4, 11):
+        changed = x.clone()
+        changed[:, : t - 3] = 1.0
+        assert error(layer(changed)[0][:, t], y[:, t]) < EXACT
+    first, state = layer(x[:, :split])
+    outputs = [first]
+    for t in range(split, 12):
+        one, state = layer(x[:, t : t + 1], state)
+        outputs.append(one)
+    assert error(torch.cat(outputs, dim=1), y) < EXACT
+
+
+def mixer_of_all(x: Tensor) -> Tensor:
+    y: Tensor = mixer("softmax")(x)[0]
+    return y
+
+
 @pytest.mark.parametrize("rope", [True, False])
 def test_without_positions_the_past_is_a_set(rope: bool) -> None:
     layer = mixer("softmax", rope=rope)

@@ -379,6 +379,14 @@ def test_flops_of_the_model() -> None:
     assert tiny_lm(small_options("softmax"), layers=2).flops_per_token(50) > model.flops_per_token(50)
 
 
+def test_cost_of_a_window() -> None:
+    """Of 100 tokens the first 19 see fewer than 20; a window of the length is none."""
+    plain, wide, narrow = (tiny_lm(small_options("softmax", window=window)).layers()[0] for window in (None, 100, 20))
+    assert wide.mixing_flops_per_token(100) == plain.mixing_flops_per_token(100) == 2 * 100 * 16
+    assert narrow.mixing_flops_per_token(100) == 4 * 16 * 20 * 0.9
+    assert narrow.memory_bytes(100, torch.float32) == wide.memory_bytes(20, torch.float32)
+
+
 @every_kind
 @torch.inference_mode()
 def test_state_bytes_are_the_bytes_of_the_state(kind: str) -> None:
@@ -469,7 +477,8 @@ def test_triton_needs_a_gpu() -> None:
         ({"num_heads": 3}, ["dim = 16", "num_heads = 3"]),
         ({"rope_theta": 0.0}, ["rope_theta is 0.0", "positive"]),
         ({"qk_norm": "l2"}, ["qk_norm", "'l2'", "rms, none"]),
-        ({"backend": "triton"}, ["backend", "'triton'", "auto, torch, reference"]),
+        ({"backend": "cudnn"}, ["backend", "'cudnn'", "auto, triton, torch, reference"]),
+        ({"window": 0}, ["window is 0", "positive number, or null"]),
     ],
 )
 def test_softmax_refusals(changes: dict[str, Any], words: list[str]) -> None:

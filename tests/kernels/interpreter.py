@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 
-FILES = ("test_triton_interpreted.py", "test_recurrent_triton.py", "test_fused_triton.py")
+FILES = (
+    "test_triton_interpreted.py",
+    "test_recurrent_triton.py",
+    "test_attention_triton.py",
+    "test_fused_triton.py",
+)
 ACTIVE = os.environ.get("TRITON_INTERPRET") == "1"
 MISSING = importlib.util.find_spec("triton") is None
 

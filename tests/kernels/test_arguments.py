@@ -230,7 +230,8 @@ def test_short_convolution_refuses(kind: type[Exception], message: str, change: 
         (ValueError, "q: got T = 7 queries for S = 6 keys", {"q": torch.zeros(1, 7, 4, 8)}),
         (ValueError, "cu_seqlens: got T = 2", {"q": torch.zeros(1, 2, 4, 8), "cu_seqlens": torch.tensor([0, 2])}),
         (TypeError, "scale: got str", {"scale": "auto"}),
-        (ValueError, "backend: got 'triton', accepted: auto, torch, reference$", {"backend": "triton"}),
+        (ValueError, "backend: got 'cudnn', accepted: auto, triton, torch, reference$", {"backend": "cudnn"}),
+        (ValueError, "window: got 0, accepted: a whole number from 1 on", {"window": 0}),
     ],
 )
 def test_softmax_attention_refuses(kind: type[Exception], message: str, change: dict[str, Any]) -> None:

@@ -234,8 +234,8 @@ def source(kernel: Kernel) -> tuple[ASTSource, dict[str, Any]]:
     return ASTSource(kernel.function, signature, constants, attributes), options
 
 
-def compiled(kernel: Kernel) -> tuple[Any, int | None]:
-    """The kernel's metadata and the bytes that it spills, as ptxas says."""
+def compile_logged(kernel: Kernel) -> tuple[Any, str]:
+    """The kernel's metadata and what ptxas says."""
     tool = knobs.nvidia.ptxas_blackwell if kernel.capability >= 100 else knobs.nvidia.ptxas
     if tool is None:
         pytest.skip(f"no ptxas for sm_{kernel.capability} in this triton")
@@ -246,8 +246,19 @@ def compiled(kernel: Kernel) -> tuple[Any, int | None]:
         patch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
         with contextlib.redirect_stdout(log):
             result = triton.compile(code, target=GPUTarget("cuda", kernel.capability, 32), options=options)
-    spilled = re.search(r"(\d+) bytes spill stores", log.getvalue())
-    return result.metadata, int(spilled[1]) if spilled else None
+    return result.metadata, log.getvalue()
+
+
+def spills(log: str) -> int | None:
+    """Bytes that the kernel spills, if ptxas says so."""
+    spilled = re.search(r"(\d+) bytes spill stores", log)
+    return int(spilled[1]) if spilled else None
+
+
+def compiled(kernel: Kernel) -> tuple[Any, int | None]:
+    """The kernel's metadata and the bytes that it spills."""
+    metadata, log = compile_logged(kernel)
+    return metadata, spills(log)
 
 
 @pytest.mark.parametrize("name", KERNELS)
