@@ -89,8 +89,8 @@ def softmax_decode(
 ) -> Tensor:
     """`softmax_attention` of T new tokens over a cache that is allocated beforehand, each row as long as it is.
 
-    Query i of row b has position lengths[b] − T + i. The number of programs follows from the shapes, not from the
-    lengths, so that a step can be captured in a CUDA graph. There is no gradient.
+    Query i of row b has position lengths[b] − T + i. What runs follows from the shapes, not from the lengths, so that a
+    step can be captured in a CUDA graph. There is no gradient.
 
     Args:
         q: [B, T, HQ, D], the new tokens; T = 1 in most steps.
@@ -101,7 +101,7 @@ def softmax_decode(
         scale, window, backend: as in `softmax_attention`.
 
     Returns:
-        o [B, T, HQ, D] in v's dtype. Other rows' values never change a row's bits.
+        o [B, T, HQ, D] in v's dtype. Of a cache of the same size a row has the same bits alone and in any batch.
     """
     B, T, S = _check(q, k, v, scale, window)
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):

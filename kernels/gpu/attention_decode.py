@@ -7,11 +7,10 @@ takes. Each part leaves m, l and the unnormalised o in float32; a second, small 
 
     m = max_p m_p        l = Σ_p 2^(m_p − m) l_p        o = Σ_p 2^(m_p − m) o_p / l
 
-The number of parts follows from the shapes alone, so that a CUDA graph may replay a step at other lengths; where a part
-begins and ends follows from its own sequence's length alone.
+How many positions a part has follows from the cache's size and the window alone, not from the lengths, so that a CUDA
+graph may replay a step at other ones, nor from the batch: a row has the same bits in any.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from kernels.gpu.launch import launcher, types
 from kernels.gpu.tiles import padded
 
 
-@triton.jit(do_not_specialize=("scale", "T", "S", "window", "splits"))
+@triton.jit(do_not_specialize=("scale", "T", "S", "window", "splits", "size"))
 def attention_decode_kernel(
     q,  # [B, T, HQ, D]
     k,  # [B, S, HKV, D]
@@ -52,6 +51,7 @@ def attention_decode_kernel(
     S,
     window,
     splits,
+    size,  # positions of a part
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -76,7 +76,6 @@ def attention_decode_kernel(
     low = length * 0
     if WINDOW:
         low = tl.maximum(length - T - window + 1, 0)
-    size = tl.cdiv(tl.cdiv(tl.maximum(length - low, 0), splits), BN) * BN
     begin = low + split * size
     end = tl.minimum(begin + size, length)
 
@@ -134,28 +133,25 @@ def attention_combine_kernel(
     tl.store(o + row * D + c, x.to(o.dtype.element_ty), mask=c < D)
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def splits_of(programs: int, S: int, device: torch.device) -> int:
-    """How many parts a cache of S positions is read in: two programs a multiprocessor, and parts worth a program."""
-    return max(1, min(2 * _processors(device) // programs, S // SPLIT_KEYS, MAX_SPLITS))
+def part_of(positions: int) -> int:
+    """How many of so many positions a part has."""
+    return max(SPLIT_KEYS, triton.cdiv(triton.cdiv(positions, MAX_SPLITS), DECODE_KEYS) * DECODE_KEYS)
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int | None, splits: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int | None, size: int | None = None
 ) -> Tensor:
-    """`decode` of three tensors of one dtype; `splits` is chosen unless given."""
+    """`decode` of three tensors of one dtype; the `size` of a part is chosen unless given."""
     (B, T, HQ, D), (S, HKV) = q.shape, k.shape[1:3]
     (q, k, v), strides = strided(q, k, v)
     lengths = lengths.contiguous()
     rows = T * (HQ // HKV)
     BM = min(DECODE_ROWS, max(16, triton.next_power_of_2(rows)))
     programs = B * HKV * triton.cdiv(rows, BM)
-    splits = splits or splits_of(programs, S, q.device)
     window = None if window is None or window >= S else window
+    seen = S if window is None else min(S, window + T - 1)
+    size = size or part_of(seen)
+    splits = triton.cdiv(seen, size)
     wide = padded(D) > 128 or q.dtype == torch.float32
     sizes = {"D": D, "DP": padded(D)}
     constants = {"HQ": HQ, "HKV": HKV, **sizes, "BM": BM, "BN": 32 if wide else DECODE_KEYS, "SPLIT": splits > 1}
@@ -184,6 +180,7 @@ def launch(
             S,
             window or 0,
             splits,
+            size,
         )
         start(attention_decode_kernel, (programs * splits,), arguments, constants)
         if splits > 1:

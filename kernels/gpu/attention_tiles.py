@@ -70,7 +70,7 @@ TABLE: dict[Key, AttentionTiles] = {
 DECODE_KEYS = 64  # of a block
 DECODE_ROWS = 64  # at most, of a tile: query heads of a group times new tokens
 MAX_SPLITS = 64  # of a cache
-SPLIT_KEYS = 256  # at least, that a split of a full cache has
+SPLIT_KEYS = 256  # positions of a split, at least
 NEAR_BYTES = 32 * 2**20  # of keys and values that programs running at the same time share: most of an H200's L2 cache
 
 _forced: AttentionTiles | None = None

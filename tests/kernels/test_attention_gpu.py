@@ -277,6 +277,7 @@ def test_other_rows_do_not_matter() -> None:
     a, b = softmax_decode(**inputs, lengths=lengths), softmax_decode(**other, lengths=longer)
     assert torch.equal(a[1], b[1]) and not torch.equal(a[0], b[0])
     assert all(torch.equal(softmax_decode(**inputs, lengths=lengths), a) for _ in range(10))
+    assert torch.equal(a[1:], softmax_decode(**{name: x[1:] for name, x in inputs.items()}, lengths=lengths[1:]))
 
 
 def test_decode_in_a_cuda_graph() -> None:

@@ -21,7 +21,7 @@ interpreter.required()
 import bfloat16  # noqa: E402
 
 from kernels import softmax_attention, softmax_decode  # noqa: E402
-from kernels.gpu.attention_decode import launch, splits_of  # noqa: E402
+from kernels.gpu.attention_decode import launch, part_of  # noqa: E402
 from kernels.gpu.attention_tiles import AttentionTiles, Blocks, forced  # noqa: E402
 
 BOUNDS = [0, 0, 37, 38, 38, 70, 70]
@@ -282,32 +282,32 @@ def test_operators(packed: bool) -> None:
 LENGTHS = [150, 1, 37, 0]
 
 
-def split(number: int) -> Any:
+def in_parts(size: int) -> Any:
     def function(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int | None = None) -> Tensor:
-        return launch(q, k, v, lengths, scale, window, number)
+        return launch(q, k, v, lengths, scale, window, size)
 
     return function
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [192, 96, 64, 32])
 @pytest.mark.parametrize("window", [None, 9])
-def test_decode(number: int, window: int | None) -> None:
+def test_decode(size: int, window: int | None) -> None:
     """Grouped heads, ragged lengths, one of them empty; more parts than some lengths have blocks."""
     inputs, lengths = make_cache(LENGTHS, 1, 150, HQ=4, HKV=2)
-    o = check_decode(inputs, lengths, split(number), window=window)
+    o = check_decode(inputs, lengths, in_parts(size), window=window)
     assert torch.equal(o[3], torch.zeros_like(o[3]))
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("size", [128, 64])
 @pytest.mark.parametrize(("T", "window"), [(3, None), (40, None), (5, 7)])
-def test_decode_several_tokens(number: int, T: int, window: int | None) -> None:
+def test_decode_several_tokens(size: int, T: int, window: int | None) -> None:
     """More rows than a tile has, and tokens before the first position."""
-    check_decode(*make_cache([90, 3], T, 100, HQ=2, HKV=1, D=8), split(number), window=window)
+    check_decode(*make_cache([90, 3], T, 100, HQ=2, HKV=1, D=8), in_parts(size), window=window)
 
 
 @pytest.mark.parametrize("D", [1, 64, 130])
 def test_decode_widths(D: int) -> None:
-    check_decode(*make_cache([70], 1, 80, D=D), split(2))
+    check_decode(*make_cache([70], 1, 80, D=D), in_parts(64))
 
 
 def test_decode_is_the_last_query() -> None:
@@ -319,18 +319,19 @@ def test_decode_is_the_last_query() -> None:
 
 @pytest.mark.usefixtures("with_bfloat16")
 def test_decode_in_bfloat16() -> None:
-    check_decode(*make_cache([100, 70], 1, 128, HQ=4, D=64, dtype=BFLOAT16), split(2))
+    check_decode(*make_cache([100, 70], 1, 128, HQ=4, D=64, dtype=BFLOAT16), in_parts(64))
 
 
 def test_other_rows_do_not_matter() -> None:
     inputs, lengths = make_cache([100, 70], 1, 128, D=8)
     other, longer = {name: x.clone() for name, x in inputs.items()}, torch.tensor([5, 70], dtype=torch.int32)
     other["k"][0] = other["v"][0] = 3.0
-    a, b = (launch(*x.values(), n, SCALE, None, 3) for x, n in ((inputs, lengths), (other, longer)))
+    a, b = (launch(*x.values(), n, SCALE, None, 64) for x, n in ((inputs, lengths), (other, longer)))
     assert torch.equal(a[1], b[1]) and not torch.equal(a[0], b[0])
+    alone = {name: x[1:] for name, x in inputs.items()}
+    assert torch.equal(a[1:], launch(*alone.values(), lengths[1:], SCALE, None, 64))
 
 
-def test_splits_follow_from_shapes() -> None:
-    device = torch.device("cpu")
-    assert [splits_of(1, S, device) for S in (1, 255, 512, 10**6)] == [1, 1, 2, 2]
-    assert splits_of(10**6, 10**6, device) == 1
+def test_parts_follow_from_the_cache() -> None:
+    """At most 64, of whole blocks."""
+    assert [part_of(S) for S in (1, 256, 16384, 16385, 10**6)] == [256, 256, 256, 320, 15680]
