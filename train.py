@@ -108,6 +108,9 @@ def build(settings: Settings) -> tuple[TrainingModule, DataModule]:
     model_options = {**settings.options["model"], "vocab_size": data.vocab_size}
     model = LM(read_config(LMConfig, model_options, "model"), settings.options["mixers"])
     model.backends(resolve_device(settings.trainer.accelerator))  # refuses what is not to be had there
+    model.checkpoint_layers = settings.trainer.checkpoint_layers
+    if settings.trainer.compile:
+        model.compile_blocks()
     metadata = {
         "tokenizer": data.tokenizer.json,
         "eot_token": data.tokenizer.eot_token,

@@ -76,6 +76,7 @@ def draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator) -> 
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
 
 
+@torch.compiler.set_stance("force_eager")
 @torch.inference_mode()
 def generate(
     model: LM, prompt: Sequence[int], num_samples: int, config: SamplingConfig, stop_id: int | None = None

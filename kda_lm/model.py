@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import kernels
 from kda_lm.config import read_config
@@ -95,6 +96,7 @@ class LM(nn.Module):
     def __init__(self, config: LMConfig, mixers: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__()
         self.config = config
+        self.checkpoint_layers = False  # keep each block's input alone, and run the block again in the backward
         names = self.layer_names()
         for name in config.pattern:
             if name not in mixers:
@@ -133,6 +135,17 @@ class LM(nn.Module):
         """The mixer of every layer, from the bottom."""
         return [cast(Block, block).mixer for block in self.blocks]
 
+    def compile_blocks(self, **options: Any) -> None:
+        """torch.compile every block, in place: names of parameters stay. Blocks of one kind share what is compiled.
+
+        `options` are torch.compile's. `generate`, whose lengths all differ, runs without.
+        """
+        # Of each kind with gradients and without, and for one length and for any: beyond the limit blocks run eagerly.
+        limit = 4 * len(self.mixer_options)
+        torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
+        for block in self.blocks:
+            block.compile(**options)
+
     def backends(self, device: torch.device) -> list[str]:
         """The kernel implementations that the layers use on `device`.
 
@@ -170,7 +183,12 @@ class LM(nn.Module):
             x = x * math.sqrt(self.config.dim)
         states: list[MixerState] = []
         for i, block in enumerate(self.blocks):
-            x, layer_state = block(x, None if state is None else state[i], cu_seqlens, recurrent)
+            arguments = (x, None if state is None else state[i], cu_seqlens, recurrent)
+            if self.checkpoint_layers and torch.is_grad_enabled():
+                # Nothing in a block draws random numbers.
+                x, layer_state = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, layer_state = block(*arguments)
             states.append(layer_state)
         return self.norm(x).view(batch, length, -1), states
 

@@ -46,6 +46,8 @@ class TrainerConfig:
     val_every: int = 100
     save_every: int = 100
     ema_decay: float | None = None
+    compile: bool = False
+    checkpoint_layers: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "devices", "log_every", "val_every", "save_every"):

@@ -63,9 +63,12 @@ class TrainingModule(lightning.LightningModule):
         targets = torch.stack([(micro["targets"] != -100).sum() for micro in batch]).sum()
         targets = self._sum_over_ranks(targets).clamp(min=1)
         total = torch.zeros((), device=self.device)
+        activations = 0
         for i, micro in enumerate(batch):
             with self._synchronise_gradients(i == len(batch) - 1):
+                held = self._allocated()
                 nll, _ = self.model.loss(**micro, z_loss=self.optim.z_loss)
+                activations = max(activations, self._allocated() - held)
                 # DDP averages gradients over ranks; the sum is wanted.
                 self.manual_backward(nll * (self.trainer.world_size / targets))
             total += nll.detach()
@@ -83,7 +86,15 @@ class TrainingModule(lightning.LightningModule):
         set_learning_rate(optimizer, factor)
         optimizer.step()
         optimizer.zero_grad()
-        return {"train/loss": loss_value, "train/grad_norm": norm_value, "train/lr": self.optim.lr * factor}
+        metrics = {"train/loss": loss_value, "train/grad_norm": norm_value, "train/lr": self.optim.lr * factor}
+        if self.device.type == "cuda":
+            metrics["train/activation_mib"] = activations / 2**20
+            metrics["train/peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
+        return metrics
+
+    def _allocated(self) -> int:
+        """Bytes of the GPU that tensors take now; 0 on a CPU."""
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def on_validation_epoch_start(self) -> None:
         self._tally = Tally()

@@ -1,5 +1,6 @@
 """The language model: one answer whichever way it is computed, documents apart, initialisation, counts, refusals."""
 
+import copy
 import json
 import math
 from typing import Any
@@ -9,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from support import PUBLISHED, error, mixer_options, small_options, tiny_lm
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from kda_lm.errors import UserError
+from kda_lm.generation import SamplingConfig, generate
 from kda_lm.mixers import RecurrentState, SoftmaxState
 from kda_lm.mixers.gates import DecayParameters
 from kda_lm.model import LM, LMConfig
@@ -398,6 +401,47 @@ def test_state_bytes_are_the_bytes_of_the_state(kind: str) -> None:
             actual = sum(x.numel() * x.element_size() for x in tensors(state))
             assert model.state_bytes(length, dtype) == actual, (dtype, length)
     assert model.state_bytes(5) == model.state_bytes(5, torch.bfloat16)
+
+
+# ------------------------------------------------------------------------------ compiled, checkpointed
+
+
+def test_compiled_and_checkpointed_blocks() -> None:
+    """The same loss and gradients; a kind is compiled once, whole, for all of its layers; names stay; sampling, whose
+    lengths all differ, compiles nothing."""
+    torch.compiler.reset()
+    counters.clear()
+    model = tiny_lm(*(small_options(kind) for kind in ("delta", "linear", "softmax")), layers=24)
+    names, inputs = list(model.state_dict()), tokens(2, 32)
+
+    def results() -> list[Tensor]:
+        loss, _ = model.loss(inputs, inputs)
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    plain = results()
+    model.compile_blocks(backend="aot_eager")
+    for model.checkpoint_layers in (False, True):
+        assert all(error(out, ref) < 1e-6 for out, ref in zip(results(), plain, strict=True))
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+    assert list(model.state_dict()) == names and list(copy.deepcopy(model).state_dict()) == names
+    assert len(list(generate(model, [1, 2], 2, SamplingConfig(max_new_tokens=3)))) == 3
+    assert counters["stats"]["unique_graphs"] == 3
+
+
+def test_checkpointing_keeps_a_layers_input_alone() -> None:
+    model = tiny_lm(small_options("delta"), layers=6)
+    kept = []
+    for model.checkpoint_layers in (False, True):
+        sizes: dict[int, int] = {}
+
+        def pack(x: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model.loss(tokens(2, 64), tokens(2, 64))
+        kept.append(sum(sizes.values()))
+    assert kept[1] < 0.5 * kept[0]
 
 
 # ------------------------------------------------------------------------------ pattern, options, refusals

@@ -187,6 +187,17 @@ def test_bf16_mixed_on_a_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary["val/loss"] == pytest.approx(plain["val/loss"], rel=0.02) and summary != plain
 
 
+def test_compiled_and_checkpointed_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both options reach the model, and change nothing but time and memory."""
+    compile_blocks = LM.compile_blocks
+    monkeypatch.setattr(LM, "compile_blocks", lambda self: compile_blocks(self, backend="aot_eager"))
+    options = ["model.pattern=[delta]", "trainer.max_steps=3"]
+    plain, _ = run("plain", *options)
+    for name in ("compile", "checkpoint_layers"):
+        summary, _ = run(name, *options, f"trainer.{name}=true")
+        assert summary["val/loss"] == pytest.approx(plain["val/loss"], rel=1e-5)
+
+
 def test_averaged_weights_are_evaluated_saved_and_sampled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     weights: list[dict[str, Tensor]] = []
     original = TrainingModule.training_step
