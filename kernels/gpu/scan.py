@@ -185,12 +185,13 @@ def scan_kernel(
             state *= b_total[None, :]
         else:
             b_o *= reading
-            if DELTA:
-                write = error * leaving
-            else:
-                write = (b_E * leaving).to(OPERAND)
             if GATED:
                 state *= kept
+                write = (error * leaving if DELTA else b_E * leaving).to(OPERAND)
+            elif DELTA:
+                write = error * leaving  # unrounded: what a state never forgets, errors of writes too, adds up
+            else:
+                write = (b_E * leaving).to(OPERAND)
         state = exact_dot(write, b_k, state, OPERAND, PRECISION)
         b_o = tl.dot(b_E, tl.trans(b_P), acc=b_o, input_precision=PRECISION)
         store_rows(o + (token * HV + head) * V, HV * V, r, vc, live, tl.trans(b_o.to(o.dtype.element_ty)), V, VP)
@@ -291,6 +292,9 @@ def reverse_scan_kernel(
                 d_state *= kept
             d_state = tl.dot((b_do * reading).to(OPERAND), b_q, acc=d_state, input_precision=PRECISION)
             if DELTA:
-                d_state = exact_dot(d_write * -entering, b_k, d_state, OPERAND, PRECISION)
+                d_error = d_write * -entering
+                if GATED:
+                    d_error = d_error.to(OPERAND)
+                d_state = exact_dot(d_error, b_k, d_state, OPERAND, PRECISION)
     if INITIAL:
         store_state(d_initial + state_at, vc, d_state, KP, K, V)

@@ -79,7 +79,7 @@ SPILLS: dict[str, int] = {
     "table-sm90-bf16-64-delta-channel-pairs_kernel": 192,
     "table-sm90-bf16-64-delta-channel-pair_gradients_kernel": 128,
     "table-sm90-bf16-64-delta-channel-channel_gradients_kernel": 448,
-    "table-sm90-bf16-64-delta-channel-ragged-pairs_kernel": 640,
+    "table-sm90-bf16-64-delta-channel-ragged-pairs_kernel": 192,
     "table-sm90-bf16-64-delta-channel-ragged-pair_gradients_kernel": 128,
     "table-sm90-bf16-64-delta-channel-ragged-channel_gradients_kernel": 576,
     "table-sm90-bf16-64-delta-scalar-scan_kernel": 64,
