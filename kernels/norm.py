@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.checks import check_choice, check_tensor, resolve_backend, without_triton
-from kernels.gpu.tiles import WIDEST_NORM
+from kernels.gpu.limits import WIDEST_NORM
 
 ACTIVATIONS = ("sigmoid", "silu")
 

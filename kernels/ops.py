@@ -23,7 +23,7 @@ from kernels.checks import (
     resolve_backend,
     without_triton,
 )
-from kernels.gpu.tiles import WIDEST
+from kernels.gpu.limits import WIDEST
 
 RULES = ("additive", "delta")
 DECAYS = ("none", "scalar", "channel")
@@ -35,8 +35,8 @@ Implementation = Callable[..., tuple[Tensor, Tensor]]
 CHUNK: dict[str, Implementation] = {"torch": chunk_torch.chunk, "reference": reference.recurrence}
 RECURRENT: dict[str, Implementation] = {"torch": recurrent_torch.recurrent, "reference": reference.recurrence}
 if importlib.util.find_spec("triton") is not None:
-    from kernels.gpu.chunk import chunk as _chunk
-    from kernels.gpu.recurrent import recurrent as _recurrent
+    from kernels.gpu.recurrence.chunk import chunk as _chunk
+    from kernels.gpu.recurrence.recurrent import recurrent as _recurrent
 
     CHUNK["triton"], RECURRENT["triton"] = _chunk, _recurrent
 

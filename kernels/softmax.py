@@ -24,11 +24,11 @@ from kernels.checks import (
     resolve_backend,
     without_triton,
 )
-from kernels.gpu.tiles import WIDEST
+from kernels.gpu.limits import WIDEST
 
 if importlib.util.find_spec("triton") is not None:
-    from kernels.gpu.attention import attention as _attention
-    from kernels.gpu.attention_decode import decode as _decode
+    from kernels.gpu.attention.decode import decode as _decode
+    from kernels.gpu.attention.operators import attention as _attention
 
 
 def softmax_attention(

@@ -2,7 +2,7 @@
 
 Kernel by kernel: every candidate is compiled, in processes of its own, then compared with the float64 recurrence,
 forward and gradients, and run twice to the same bits; what passes is timed by the profiler, kernel by kernel, on random
-data, and the fastest enters. Prints the entries for kernels/gpu/tiles.py, and every candidate's time and error.
+data, and the fastest enters. Prints the entries for kernels/gpu/recurrence/tiles.py, every candidate's time and error.
 """
 
 import argparse
@@ -18,7 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script finds what lies beside it, not its own package
 
-from kernels.gpu.tiles import Launch, Tiles, capability, default, forced, padded
+from kernels.gpu.limits import capability, padded
+from kernels.gpu.recurrence.tiles import Launch, Tiles, default, forced
 from scripts.benchmark import DTYPES, Parser, read_ops
 from scripts.benchmarking.cases import CELLS, NAMES, Case, Shape, make_inputs, ours, reference
 from scripts.benchmarking.measure import Problem, beyond, differentiate, kernel_ms, one_line, relative_error, worst

@@ -2,7 +2,7 @@
 
 Kernel by kernel: every candidate is compiled, in processes of its own, then compared with the written-out scores in
 float64, output and gradients, and run twice to the same bits; what passes is timed by the profiler at a shape of
-SHAPES, and the fastest enters. Prints the entries for kernels/gpu/attention_tiles.py, every candidate's time and error,
+SHAPES, and the fastest enters. Prints the entries for kernels/gpu/attention/tiles.py, every candidate's time and error,
 and what torch's own attention takes.
 """
 
@@ -20,8 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script finds what lies beside it, not its own package
 
-from kernels.gpu.attention_tiles import AttentionTiles, Blocks, attention_tiles, forced
-from kernels.gpu.tiles import capability, padded
+from kernels.gpu.attention.tiles import AttentionTiles, Blocks, attention_tiles, forced
+from kernels.gpu.limits import capability, padded
 from scripts.benchmarking import attention
 from scripts.benchmarking.cases import Shape
 from scripts.benchmarking.measure import Problem, beyond, kernel_ms, median_ms, one_line, worst

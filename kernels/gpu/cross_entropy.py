@@ -21,9 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.gpu.chunk import traced
 from kernels.gpu.common import LN_2, LOG2_E, exp2
-from kernels.gpu.launch import launcher, numbers, types
+from kernels.gpu.launch import launcher, numbers, traced, types
 
 CHUNK_BYTES = 2**28  # of a chunk's logits,
 FEWEST_ROWS = 2048  # or as many rows: each chunk reads and writes dW once, which should be little beside its products

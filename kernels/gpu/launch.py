@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+def traced(x: Tensor) -> bool:
+    """Whether operators are being recorded or replaced, and not merely run."""
+    return type(x) not in (Tensor, torch.nn.Parameter) or _get_current_dispatch_mode() is not None
+
+
+def contiguous(*tensors: Tensor | None) -> list[Any]:
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
 def types(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -22,9 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.gpu.chunk import traced
 from kernels.gpu.common import LOG2_E, exp2, load_rows, reciprocal, store_rows
-from kernels.gpu.launch import Launcher, launcher, numbers, types
+from kernels.gpu.launch import Launcher, launcher, numbers, traced, types
 
 TILE = 2048  # numbers of a program at a time, unless a row has more
 PER_WARP = 512  # of them: 16 a thread, of each tensor

@@ -25,9 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.gpu.chunk import traced
 from kernels.gpu.common import LOG2_E, exp2, reciprocal
-from kernels.gpu.launch import Launcher, launcher, numbers, types
+from kernels.gpu.launch import Launcher, launcher, numbers, traced, types
 
 WIDEST = 128  # channels of a program, which is one warp
 FORWARD_ROWS, BACKWARD_ROWS = 64, 256  # tokens of a program; a program's partial sums take W + 1 rows of float32

@@ -411,7 +411,7 @@ def test_compiled_and_checkpointed_blocks() -> None:
     lengths all differ, compiles nothing."""
     torch.compiler.reset()
     counters.clear()
-    model = tiny_lm(*(small_options(kind) for kind in ("delta", "linear", "softmax")), layers=24)
+    model = tiny_lm(*(small_options(kind) for kind in ("linear", "softmax")), layers=16)
     names, inputs = list(model.state_dict()), tokens(2, 32)
 
     def results() -> list[Tensor]:
@@ -422,10 +422,10 @@ def test_compiled_and_checkpointed_blocks() -> None:
     model.compile_blocks(backend="aot_eager")
     for model.checkpoint_layers in (False, True):
         assert all(error(out, ref) < 1e-6 for out, ref in zip(results(), plain, strict=True))
-    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     assert list(model.state_dict()) == names and list(copy.deepcopy(model).state_dict()) == names
     assert len(list(generate(model, [1, 2], 2, SamplingConfig(max_new_tokens=3)))) == 3
-    assert counters["stats"]["unique_graphs"] == 3
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_checkpointing_keeps_a_layers_input_alone() -> None:

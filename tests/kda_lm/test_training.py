@@ -191,7 +191,7 @@ def test_compiled_and_checkpointed_runs(run: Run, monkeypatch: pytest.MonkeyPatc
     """Both options reach the model, and change nothing but time and memory."""
     compile_blocks = LM.compile_blocks
     monkeypatch.setattr(LM, "compile_blocks", lambda self: compile_blocks(self, backend="aot_eager"))
-    options = ["model.pattern=[delta]", "trainer.max_steps=3"]
+    options = ["model.pattern=[linear]", "trainer.max_steps=3"]
     plain, _ = run("plain", *options)
     for name in ("compile", "checkpoint_layers"):
         summary, _ = run(name, *options, f"trainer.{name}=true")

@@ -24,10 +24,10 @@ from test_triton_compiles import (
     spills,
 )
 
-from kernels.gpu.attention import attention
-from kernels.gpu.attention_decode import launch
-from kernels.gpu.attention_tiles import TABLE, AttentionTiles, default, forced
-from kernels.gpu.tiles import padded
+from kernels.gpu.attention.decode import launch
+from kernels.gpu.attention.operators import attention
+from kernels.gpu.attention.tiles import TABLE, AttentionTiles, default, forced
+from kernels.gpu.limits import padded
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -352,8 +352,8 @@ def tile_cases() -> list[Any]:
     """(dtype, D, tiles) of the table for this GPU, and of the defaults."""
     if not torch.cuda.is_available():
         return [pytest.param(None, id="of this GPU")]
-    from kernels.gpu import attention_tiles as tiles
-    from kernels.gpu.tiles import capability
+    from kernels.gpu.attention import tiles
+    from kernels.gpu.limits import capability
 
     here = capability(torch.device("cuda"))
     found = [("table", dtype, D, entry) for (sm, dtype, D), entry in tiles.TABLE.items() if sm == here]
@@ -365,7 +365,7 @@ def tile_cases() -> list[Any]:
 @pytest.mark.parametrize("case", tile_cases())
 def test_every_tile_configuration(case: tuple[str, torch.dtype, int, Any]) -> None:
     """Against float64, and the same bits twice."""
-    from kernels.gpu.attention_tiles import forced
+    from kernels.gpu.attention.tiles import forced
 
     _, dtype, D, tiles = case
     with forced(tiles):

@@ -21,8 +21,8 @@ interpreter.required()
 import bfloat16  # noqa: E402
 
 from kernels import softmax_attention, softmax_decode  # noqa: E402
-from kernels.gpu.attention_decode import launch, part_of  # noqa: E402
-from kernels.gpu.attention_tiles import AttentionTiles, Blocks, forced  # noqa: E402
+from kernels.gpu.attention.decode import launch, part_of  # noqa: E402
+from kernels.gpu.attention.tiles import AttentionTiles, Blocks, forced  # noqa: E402
 
 BOUNDS = [0, 0, 37, 38, 38, 70, 70]
 # Blocks of 64 as for 16 bits; unequal ones, either way.

@@ -370,12 +370,13 @@ def tile_cases() -> list[Any]:
     """(float32, K, V, rule, decay, tiles) of the table for this GPU, and of the defaults where they are large."""
     if not torch.cuda.is_available():
         return [pytest.param(None, id="of this GPU")]
-    from kernels.gpu import tiles
+    from kernels.gpu.limits import WIDEST, capability
+    from kernels.gpu.recurrence import tiles
 
-    here = tiles.capability(torch.device("cuda"))
+    here = capability(torch.device("cuda"))
     cases = [(False, width, width, *kind, entry) for (sm, width, *kind), entry in tiles.TABLE.items() if sm == here]
     for width in (128, 256):
-        default = tiles.HALF if width < tiles.WIDEST else tiles.HALF_256
+        default = tiles.HALF if width < WIDEST else tiles.HALF_256
         cases += [(False, width, width, *kind, default) for kind in KINDS]
         cases += [(True, width, width, *kind, tiles.FLOAT32) for kind in KINDS]
     return [pytest.param(case, id="-".join(str(x) for x in case[:5])) for case in cases]
@@ -384,7 +385,7 @@ def tile_cases() -> list[Any]:
 @pytest.mark.parametrize("case", tile_cases())
 def test_every_tile_configuration(case: tuple[bool, int, int, str, str, Any]) -> None:
     """Against float64, and the same bits twice."""
-    from kernels.gpu.tiles import forced
+    from kernels.gpu.recurrence.tiles import forced
 
     float32, K, V, rule, decay, tiles = case
     dtype = FLOAT32 if float32 else BFLOAT16

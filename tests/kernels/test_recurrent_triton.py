@@ -24,8 +24,8 @@ from torch import Tensor
 interpreter.required()
 
 import kernels  # noqa: E402
-from kernels.gpu.recurrent import launch  # noqa: E402
-from kernels.gpu.recurrent import recurrent as function  # noqa: E402
+from kernels.gpu.recurrence.recurrent import launch  # noqa: E402
+from kernels.gpu.recurrence.recurrent import recurrent as function  # noqa: E402
 
 SCALE = 0.37
 # float16 has 11 bits: o is rounded once, 2⁻¹¹ = 5e-4 at most.

@@ -30,9 +30,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kernels.gpu import chunk as chunkwise
-from kernels.gpu import recurrent as recurrence
-from kernels.gpu.tiles import FLOAT32, HALF, HALF_256, TABLE, WIDEST, Key, Tiles, forced
+from kernels.gpu.limits import WIDEST
+from kernels.gpu.recurrence import chunk as chunkwise
+from kernels.gpu.recurrence import recurrent as recurrence
+from kernels.gpu.recurrence.tiles import FLOAT32, HALF, HALF_256, TABLE, Key, Tiles, forced
 
 # Bytes of registers spilled to local memory that a kernel may store, rounded up to the next 64; none if it is not here.
 # They depend on the compiler: they hold for TRITON alone.

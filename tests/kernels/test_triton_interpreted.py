@@ -34,8 +34,8 @@ import kernel_checks as checks  # noqa: E402
 from gpu_checks import assert_within, reference  # noqa: E402
 
 from kernels import chunk, chunk_kda, fused_recurrent, fused_recurrent_kda, resolve_backend  # noqa: E402
-from kernels.gpu import plan  # noqa: E402
-from kernels.gpu.tiles import FLOAT32, forced  # noqa: E402
+from kernels.gpu.recurrence import plan  # noqa: E402
+from kernels.gpu.recurrence.tiles import FLOAT32, forced  # noqa: E402
 
 SCALE = 0.37
 # The gradient of a gate is a sum over the chunk in which what does not cross the gate cancels; A_log's is one number.

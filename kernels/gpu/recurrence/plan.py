@@ -8,10 +8,11 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.tiles import Launch, Tiles, generation, padded, tiles_for
+from kernels.gpu.limits import padded
+from kernels.gpu.recurrence.tiles import Launch, Tiles, generation, tiles_for
 
-# See kernels.gpu.pairs. 2^80 leaves 2^47 for the inputs' own size, and −3.5 a token stays near. The exponents that are
-# moved are rounded to 4e-6: nothing beside bfloat16, too much beside float32.
+# See pairs.py. 2^80 leaves 2^47 for the inputs' own size, and −3.5 a token stays near. The exponents that are moved are
+# rounded to 4e-6: nothing beside bfloat16, too much beside float32.
 NEAR = {"LIMIT": 160.0, "SHIFT": 80.0}
 NEAR_FLOAT32 = {"LIMIT": 64.0, "SHIFT": 0.0}
 

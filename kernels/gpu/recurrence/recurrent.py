@@ -11,7 +11,7 @@ tokens: columns never meet, so N · HV · ⌈V / BV⌉ programs run independentl
 Bytes    A call reads and writes each state once, 8·K·V bytes a head, however many tokens it has; the rows q, k, g,
          v, o are 2·(3K + 2V) a token and head in bf16 (KDA, HV = H). A step of one token is bound by the state: 128 KiB
          against 1.25 KiB at K = V = 128.
-Gradient Of the chunkwise form (kernels.gpu.chunk), whose forward is run again in the backward.
+Gradient Of the chunkwise form (kernels.gpu.recurrence.chunk), whose forward is run again in the backward.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.chunk import chunk_backward, chunk_forward, contiguous, differentiate, traced
 from kernels.gpu.common import NORM_EPS, log_decay, write_strength
-from kernels.gpu.launch import launcher, types
+from kernels.gpu.launch import contiguous, launcher, traced, types
+from kernels.gpu.recurrence.chunk import chunk_backward, chunk_forward, differentiate
 
 TILE = 4096  # state elements of a program: 32 registers a thread with four warps
 WIDEST = 64  # value columns of a program

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.common import SIZES, floored, load_norms, locate, write_strength
-from kernels.gpu.gradients import diagonal, row_dots, value_rows, write_gradient
+from kernels.gpu.recurrence.gradients import diagonal, row_dots, value_rows, write_gradient
 
 
 @triton.jit

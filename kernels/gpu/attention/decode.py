@@ -18,13 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.attention import FLOAT16_SHIFT, LOG2_E, products, promoted, stride_types, strided
-from kernels.gpu.attention_forward import attend
-from kernels.gpu.attention_rows import FLOOR, exp2
-from kernels.gpu.attention_tiles import DECODE_KEYS, DECODE_ROWS, MAX_SPLITS, SPLIT_KEYS
-from kernels.gpu.chunk import traced
-from kernels.gpu.launch import launcher, types
-from kernels.gpu.tiles import padded
+from kernels.gpu.attention.blocks import FLOOR, exp2
+from kernels.gpu.attention.forward import attend
+from kernels.gpu.attention.operators import FLOAT16_SHIFT, LOG2_E, products, promoted, stride_types, strided
+from kernels.gpu.attention.tiles import DECODE_KEYS, DECODE_ROWS, MAX_SPLITS, SPLIT_KEYS
+from kernels.gpu.launch import launcher, traced, types
+from kernels.gpu.limits import padded
 
 
 @triton.jit(do_not_specialize=("scale", "T", "S", "window", "splits", "size"))

@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from kernels.gpu.channel_gradients import channel_gradients_kernel
-from kernels.gpu.launch import Launcher, launcher, types
-from kernels.gpu.pair_gradients import pair_gradients_kernel
-from kernels.gpu.pairs import pairs_kernel
-from kernels.gpu.plan import Plan, plan_for
-from kernels.gpu.prepare import prepare_kernel
-from kernels.gpu.scalar_gradients import scalar_gradients_kernel
-from kernels.gpu.scan import reverse_scan_kernel, scan_kernel
+from kernels.gpu.launch import Launcher, contiguous, launcher, traced, types
+from kernels.gpu.recurrence.channel_gradients import channel_gradients_kernel
+from kernels.gpu.recurrence.pair_gradients import pair_gradients_kernel
+from kernels.gpu.recurrence.pairs import pairs_kernel
+from kernels.gpu.recurrence.plan import Plan, plan_for
+from kernels.gpu.recurrence.prepare import prepare_kernel
+from kernels.gpu.recurrence.scalar_gradients import scalar_gradients_kernel
+from kernels.gpu.recurrence.scan import reverse_scan_kernel, scan_kernel
 
 
 def chunk(
@@ -62,19 +61,10 @@ def chunk(
     return o, state
 
 
-def traced(x: Tensor) -> bool:
-    """Whether operators are being recorded or replaced, and not merely run."""
-    return type(x) not in (Tensor, torch.nn.Parameter) or _get_current_dispatch_mode() is not None
-
-
-def contiguous(*tensors: Tensor | None) -> list[Any]:
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
 def _prepare(
     p: Plan, launch: Launcher, inputs: Sequence[Tensor | None], norms: Tensor, chunks: Tensor | None, known: bool
 ) -> dict[str, Tensor]:
-    """What a channel decay's state products need, from q, k, g, A_log, dt_bias: see kernels.gpu.prepare.
+    """What a channel decay's state products need, from q, k, g, A_log, dt_bias: see kernels.gpu.recurrence.prepare.
 
     The norms are written too, unless `known`.
     """

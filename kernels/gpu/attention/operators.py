@@ -1,13 +1,5 @@
 """Softmax attention on a GPU: which kernels run, on which memory.
 
-| file                  | kernels                                                       |
-|-----------------------|---------------------------------------------------------------|
-| attention_forward.py  | forward: o and its log-sum-exp                                |
-| attention_backward.py | backward: d_q with the row products δ, then d_kv, no atomics  |
-| attention_decode.py   | new tokens over a cache, which is split among programs        |
-| attention_rows.py     | what they share: where a program works, what a query sees     |
-| attention_tiles.py    | how they are compiled                                         |
-
 Products at B×T×H×D = 8×4096×16×128, causal, 2 D FLOPs a pair each, of which there are B H T² / 2:
 
 | kernel  | products                  | TFLOP | ms at 790 TFLOP/s |
@@ -27,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.gpu.attention_backward import attention_d_kv_kernel, attention_d_q_kernel
-from kernels.gpu.attention_forward import attention_forward_kernel
-from kernels.gpu.attention_tiles import NEAR_BYTES, Blocks, attention_tiles, generation
-from kernels.gpu.chunk import traced
-from kernels.gpu.launch import launcher, types
-from kernels.gpu.tiles import padded
+from kernels.gpu.attention.backward import attention_d_kv_kernel, attention_d_q_kernel
+from kernels.gpu.attention.forward import attention_forward_kernel
+from kernels.gpu.attention.tiles import NEAR_BYTES, Blocks, attention_tiles, generation
+from kernels.gpu.launch import launcher, traced, types
+from kernels.gpu.limits import padded
 
 LOG2_E = 1.4426950408889634
 # float16 weights times 2¹²: a weight of 2⁻²⁶ is still a normal number, and one of 1 far from 65504.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.gpu.tiles import capability, padded
+from kernels.gpu.limits import capability, padded
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Blocks:
     warps: int = 4
     stages: int = 2  # of the loop without masks
     edge: int = 1  # of the loops with masks
-    rounded: bool = False  # d_kv: see attention_backward.py
+    rounded: bool = False  # d_kv: see backward.py
     registers: int | None = None  # at most, of a thread
 
 

@@ -25,9 +25,9 @@ from kernels.gpu.common import (
     locate,
     store_rows,
 )
-from kernels.gpu.gradients import diagonal
-from kernels.gpu.pair_gradients import load_pairs
-from kernels.gpu.pairs import earlier_power, later_exponent
+from kernels.gpu.recurrence.gradients import diagonal
+from kernels.gpu.recurrence.pair_gradients import load_pairs
+from kernels.gpu.recurrence.pairs import earlier_power, later_exponent
 
 
 @triton.jit

@@ -19,7 +19,7 @@ takes fewer registers, and computes dP later.
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_rows import SIZES, exp2, key_ranges, load_block, locate, store_block, visible
+from kernels.gpu.attention.blocks import SIZES, exp2, key_ranges, load_block, locate, store_block, visible
 
 
 @triton.jit

@@ -8,9 +8,10 @@ entries; it admits none whose output and gradients it has not compared with the 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 
 import torch
+
+from kernels.gpu.limits import WIDEST, capability, padded
 
 
 @dataclass(frozen=True)
@@ -86,17 +87,8 @@ TABLE: dict[Key, Tiles] = {
     (90, 128, "delta", "channel"): _KDA_128,
 }
 
-NARROWEST = 64  # columns of a tensor-core operand: Triton 3.7.1 compiles 32 wrongly
-WIDEST = 256  # key or value channels that the kernels take
-WIDEST_NORM = 8192  # numbers of a row that a norm takes: 16 a thread
-
 _forced: Tiles | None = None
 _generation = 0
-
-
-def padded(width: int) -> int:
-    """The tile width for K or V: the power of two from 64 on that holds it."""
-    return max(NARROWEST, 1 << (width - 1).bit_length())
 
 
 def tiles_for(device: torch.device, float32: bool, K: int, V: int, rule: str, decay: str) -> Tiles:
@@ -113,15 +105,6 @@ def default(float32: bool, wide: int) -> Tiles:
     if float32:
         return FLOAT32
     return HALF if wide < WIDEST else HALF_256
-
-
-@cache
-def capability(device: torch.device) -> int:
-    """90 for an H100 or H200; 0 without a GPU."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 @contextmanager

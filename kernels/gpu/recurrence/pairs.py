@@ -39,7 +39,7 @@ from kernels.gpu.common import (
     log_decay,
     write_strength,
 )
-from kernels.gpu.prepare import row_norms
+from kernels.gpu.recurrence.prepare import row_norms
 
 
 @triton.jit

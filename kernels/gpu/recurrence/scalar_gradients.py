@@ -19,7 +19,7 @@ from kernels.gpu.common import (
     store_rows,
     write_strength,
 )
-from kernels.gpu.gradients import diagonal, row_dots, value_rows, write_gradient
+from kernels.gpu.recurrence.gradients import diagonal, row_dots, value_rows, write_gradient
 
 
 @triton.jit(do_not_specialize=SIZES)

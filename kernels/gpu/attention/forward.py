@@ -13,7 +13,7 @@ window's edge have their own. 4 D FLOPs for a pair of query and key.
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_rows import FLOOR, SIZES, exp2, key_ranges, load_block, locate, store_block, visible
+from kernels.gpu.attention.blocks import FLOOR, SIZES, exp2, key_ranges, load_block, locate, store_block, visible
 
 
 @triton.jit
