@@ -253,7 +253,10 @@ def test_attention_beside_torchs(
     [
         (["--shapes", "1x2x3"], "BxTxHxD"),
         (["--shapes", "1x0x3x4"], "BxTxHxD"),
-        (["--ops", "kda,mamba"], "kda, short_convolution, rms_norm, gated_rms_norm, linear_cross_entropy"),
+        (
+            ["--ops", "kda,mamba"],
+            "kda, softmax_attention, short_convolution, rms_norm, gated_rms_norm",
+        ),
         (["--ops", "kda,mamba"], "linear_attn, simple_gla, gla, delta_rule, gated_delta_rule, kda"),
         (["--dtype", "float8"], "bfloat16"),
         (["--device", "tpu"], "cpu, cuda, cuda:N"),

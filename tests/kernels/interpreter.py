@@ -23,15 +23,16 @@ MISSING = importlib.util.find_spec("triton") is None
 
 
 def required() -> None:
-    """Skip the calling file unless it runs in the interpreter."""
+    """Skip the calling file unless it runs in the interpreter, which is made fit for it."""
     if MISSING or not ACTIVE:
         reason = "needs the package triton" if MISSING else "runs in a process that test_interpreter.py starts"
         pytest.skip(reason, allow_module_level=True)
+    quicken()
 
 
-def quick(patch: pytest.MonkeyPatch) -> None:
-    """The interpreter prepares Triton's language anew at every call of a function in a kernel, for milliseconds: until
-    the patch ends, once for each module that has such functions."""
+def quicken() -> None:
+    """The interpreter prepares Triton's language anew at every call of a function in a kernel, for milliseconds: from
+    here on once for each module that has such functions."""
     from triton.runtime.interpreter import InterpretedFunction
 
     prepared: set[str] = set()
@@ -43,4 +44,4 @@ def quick(patch: pytest.MonkeyPatch) -> None:
         prepared.add(self.fn.__module__)
         return slow(self, *args, **kwargs)
 
-    patch.setattr(InterpretedFunction, "__call__", call)
+    InterpretedFunction.__call__ = call

@@ -33,10 +33,6 @@ BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
 # As in test_triton_compiles.py. The main loops of the forward and of d_q at the measured shapes spill nothing.
 SPILLS: dict[str, int] = {
-    "default-sm80-bf16-64-attention_d_q_kernel": 64,
-    "default-sm80-fp32-128-attention_forward_kernel": 64,
-    "default-sm80-fp32-128-attention_d_q_kernel": 64,
-    "default-sm80-fp32-128-attention_d_kv_kernel": 384,
     "default-sm80-fp32-256-attention_forward_kernel": 1024,
     "default-sm80-fp32-256-attention_d_q_kernel": 256,
     "default-sm80-fp32-256-attention_d_kv_kernel": 896,
@@ -49,9 +45,7 @@ SPILLS: dict[str, int] = {
     "table-sm90-bf16-128-window-attention_d_q_kernel": 64,
     "table-sm90-bf16-128-window-attention_d_kv_kernel": 448,
     "table-sm90-bf16-128-packed-attention_forward_kernel": 192,
-    "table-sm90-bf16-128-packed-attention_d_kv_kernel": 512,
-    "table-sm90-bf16-128-grouped-attention_forward_kernel": 192,
-    "table-sm90-bf16-128-grouped-attention_d_kv_kernel": 896,
+    "table-sm90-bf16-128-packed-attention_d_kv_kernel": 960,
     "table-sm90-bf16-96-narrower-attention_forward_kernel": 192,
     "table-sm90-bf16-96-narrower-attention_d_kv_kernel": 576,
     "sm80-fp32-256-attention_decode_kernel": 640,
@@ -59,11 +53,9 @@ SPILLS: dict[str, int] = {
 
 # dtype, capability, D: the defaults on every generation, with lengths that end inside a block.
 DEFAULTS = [
-    (BFLOAT16, 80, 64),
     (BFLOAT16, 80, 128),
     (BFLOAT16, 80, 256),
     (FLOAT16, 80, 128),
-    (FLOAT32, 80, 128),
     (FLOAT32, 80, 256),
     (FLOAT32, 90, 64),
     (BFLOAT16, 100, 128),
@@ -97,8 +89,7 @@ def all_kernels() -> dict[str, Kernel]:
     bounds = torch.tensor([0, 100], dtype=torch.int32)
     for name, D, options in (
         ("window", 128, {"window": 50}),
-        ("packed", 128, {"cu_seqlens": bounds}),
-        ("grouped", 128, {"HQ": 64}),
+        ("packed", 128, {"cu_seqlens": bounds, "HQ": 64}),
         ("narrower", 96, {}),
     ):
         of = kernels_of(90, SHARED, tiles, BFLOAT16, 100, D, **options)
@@ -106,7 +97,7 @@ def all_kernels() -> dict[str, Kernel]:
     for dtype, capability, D, group, T in DECODING:
         inputs, lengths = make_cache([100], T, 100, HQ=8 * group, HKV=8, D=D, dtype=dtype)
         with recorded() as launches:
-            launch(*inputs.values(), lengths, SCALE, None, 2)
+            launch(*inputs.values(), lengths, SCALE, None, 64)
         for function, arguments in launches:
             name = f"sm{capability}-{TYPES[dtype]}-{D}-{function.__name__}"
             found[name] = Kernel(function, arguments, capability, DEFAULT_SHARED[capability] * KIB)

@@ -189,7 +189,7 @@ def test_order_of_programs() -> None:
     plain = results(inputs)
     for near_bytes in (1, 40 * 8 * 8 * 2):
         with pytest.MonkeyPatch.context() as patch, forced(AttentionTiles(*[Blocks(32, 32, 4, 1)] * 3)):
-            patch.setattr("kernels.gpu.attention.NEAR_BYTES", near_bytes)
+            patch.setattr("kernels.gpu.attention.operators.NEAR_BYTES", near_bytes)
             cases.assert_same(results(inputs), plain)
 
 

@@ -30,7 +30,6 @@ dtypes = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a kernel reads before something has written it becomes NaN."""
     bfloat16.install(monkeypatch)
-    interpreter.quick(monkeypatch)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
