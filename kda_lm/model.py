@@ -65,7 +65,7 @@ class LMConfig:
 
 
 class Block(nn.Module):
-    """Pre-norm residual block; x [B, T, dim] → x [B, T, dim] and the mixer's state."""
+    """Pre-norm residual block; x [B, T, dim] → x [B, T, dim] and the mixer's state, if it is kept."""
 
     def __init__(self, dim: int, hidden: int, mixer: Mixer) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ class Block(nn.Module):
         self.mlp = SwiGLU(dim, hidden) if hidden else None
 
     def forward(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, recurrent: bool
-    ) -> tuple[Tensor, MixerState]:
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, recurrent: bool, keep_state: bool
+    ) -> tuple[Tensor, MixerState | None]:
         y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens, recurrent)
         x = x + y
         if self.mlp is not None and self.mlp_norm is not None:
             x = x + self.mlp(self.mlp_norm(x))
-        return x, state
+        return x, state if keep_state else None
 
 
 class LM(nn.Module):
@@ -168,8 +168,10 @@ class LM(nn.Module):
         state: LMState | None = None,
         cu_seqlens: Tensor | None = None,
         recurrent: bool = False,
+        keep_states: bool = True,
     ) -> tuple[Tensor, list[MixerState]]:
-        """tokens [B, T] → the normalised residual stream [B, T, dim] and every layer's state after the last token.
+        """tokens [B, T] → the normalised residual stream [B, T, dim] and every layer's state after the last token, or
+        none: training has no use for their memory and gradients.
 
         With `cu_seqlens` [N + 1], boundaries over the B·T flattened tokens, no layer carries anything across a
         boundary. The states are then of the N sequences in the recurrent layers, but keys and values in one row in
@@ -183,13 +185,14 @@ class LM(nn.Module):
             x = x * math.sqrt(self.config.dim)
         states: list[MixerState] = []
         for i, block in enumerate(self.blocks):
-            arguments = (x, None if state is None else state[i], cu_seqlens, recurrent)
+            arguments = (x, None if state is None else state[i], cu_seqlens, recurrent, keep_states)
             if self.checkpoint_layers and torch.is_grad_enabled():
                 # Nothing in a block draws random numbers.
                 x, layer_state = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, layer_state = block(*arguments)
-            states.append(layer_state)
+            if keep_states:
+                states.append(layer_state)
         return self.norm(x).view(batch, length, -1), states
 
     def forward(
@@ -220,7 +223,7 @@ class LM(nn.Module):
         A sum and a count, not a mean: batches and micro-batches then add up whatever their masks. With `z_loss` each
         target also adds z_loss · (log Σ exp logits)², which no score should have in it.
         """
-        x, _ = self.hidden_states(tokens, cu_seqlens=cu_seqlens)
+        x, _ = self.hidden_states(tokens, cu_seqlens=cu_seqlens, keep_states=False)
         nll = kernels.linear_cross_entropy(x, self.head.weight, targets, z_loss=z_loss)
         return nll, (targets != -100).sum()
 

@@ -54,6 +54,11 @@ def cross_entropy_kernel(
     counts = target != ignore_index
     logits += row * stride
 
+    # Before the reductions, whose barriers every warp passes: `errors` may be written over it.
+    known = (target >= 0) & (target < V)
+    place = tl.where(known, target, 0).to(tl.int32)
+    chosen = tl.load(logits + place)
+
     # Each column of a block has its own maximum and sum: nothing is exchanged before the end of the row.
     highest = tl.full([BV], LOWEST, tl.float32)
     total = tl.zeros([BV], tl.float32)
@@ -67,9 +72,6 @@ def cross_entropy_kernel(
     sums = tl.where(counts, tl.sum(total * exp2((highest - top) * LOG2_E), axis=0), 1.0)
     log_sum = tl.where(counts, top + LN_2 * tl.log2(sums), 0.0)
 
-    known = (target >= 0) & (target < V)
-    place = tl.where(known, target, 0).to(tl.int32)
-    chosen = tl.load(logits + place)
     loss = log_sum - tl.where(known, chosen, float("nan")) + z_loss * log_sum * log_sum
     tl.store(losses + row, tl.where(counts, loss, 0.0))
 

@@ -29,7 +29,7 @@ def types(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 def numbers(*values: int) -> tuple[Any, ...]:
     """What Triton compiles for of whole numbers: ones, multiples of 16, 64 bits."""
-    return tuple((x == 1, x % 16 == 0, x >= 2**31) for x in values)
+    return tuple((x == 1, x % 16 == 0, not -(2**31) <= x < 2**31) for x in values)
 
 
 class Launcher:

@@ -127,7 +127,7 @@ def norm_gradients_kernel(
 
 def norm(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, silu: bool) -> Tensor:
     """As `kernels.gated_rms_norm`; without a gate as `kernels.rms_norm`."""
-    tensors = (x, gate, weight)
+    tensors, eps = (x, gate, weight), float(eps)
     keep = torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in tensors)
     if torch.compiler.is_compiling() or traced(x):
         return norm_forward(*tensors, eps, silu, keep)[0]
@@ -196,7 +196,7 @@ def _backward(
     d_gate = None if gate is None else gate.new_empty(gate.shape)
     d_y, x, gate = _rows(d_y), _rows(x), None if gate is None else _rows(gate)
     scale = None if weight is None else weight.contiguous()
-    start, constants = _start((d_y, x, gate, scale), silu)
+    start, constants = _start((d_y, x, gate, scale, inverse.view(-1)), silu)
     M, N = x.shape
     programs = min(triton.cdiv(M, constants["BR"]), _programs(x.device, constants["num_warps"]))
     partial = None if weight is None else x.new_empty((programs, N), dtype=torch.float32)

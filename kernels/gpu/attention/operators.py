@@ -165,7 +165,7 @@ def _backward(
     o, cu_seqlens = o.contiguous(), None if cu_seqlens is None else cu_seqlens.contiguous()
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    launch = launcher(p, types(q, k, v, o, d_o, cu_seqlens), stride_types(strides), "backward")
+    launch = launcher(p, types(q, k, v, o, d_o, lse, cu_seqlens), stride_types(strides), "backward")
     with torch.cuda.device_of(q):  # where Triton launches
         arguments: tuple[Any, ...] = (q, k, v, o, d_o, lse, delta, d_q, cu_seqlens, *strides, p.scale, p.factor)
         launch(attention_d_q_kernel, (p.d_q_programs,), (*arguments, *p.d_q_sizes), p.d_q)
