@@ -131,7 +131,7 @@ def norm_inputs(
     x = normal(*shape, seed=seed)
     inputs = {"x": x * torch.logspace(-4, 2, shape[0], dtype=x.dtype).view(-1, *[1] * (len(shape) - 1))}
     if gated:
-        inputs["gate"] = 3 * normal(*shape, seed=seed + 1)
+        inputs["gate"] = 2 * normal(*shape, seed=seed + 1)
     if weighted:
         inputs["weight"] = normal(shape[-1], seed=seed + 2)
     return {name: x.to(dtype) for name, x in inputs.items()}
