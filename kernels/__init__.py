@@ -27,7 +27,7 @@ what else they take.
 Shapes   q, k [B, T, H, K]; v, o [B, T, HV, V]; g [B, T, HV] or [B, T, HV, K]; beta [B, T, HV]. HV is a multiple of
          H: value head i reads key head i // (HV // H).
 State    [N, HV, K, V], N = B or the number of packed sequences. What a call returns goes into the next as
-         `initial_state`, from either form; a call never changes the state it was given.
+         `initial_state`, from either form; a call changes the state it was given only with `inplace_state=True`.
 Dtypes   Any floating inputs. Arithmetic and state are float32 (float64 as soon as q, k or v is), under autocast too;
          o has v's dtype. The chunkwise Triton kernels multiply bfloat16 as it is, float16 in TF32, and sum
          in float32.

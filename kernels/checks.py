@@ -107,6 +107,15 @@ def check_tensor(
         raise ValueError(f"{name}: got a tensor on {x.device}, accepted: {first.device}, like the first argument")
 
 
+def check_in_place(initial_state: Tensor | None, *others: Tensor | None) -> None:
+    """A state that is to be written over is there, and nothing asks for a gradient through it."""
+    if initial_state is None:
+        raise ValueError("inplace_state: got True without initial_state, accepted: only with it")
+    tensors = (initial_state, *others)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError("inplace_state: got True and inputs that require gradients, accepted: only without")
+
+
 def check_groups(name: str, heads: int, others: str, groups: int) -> None:
     if heads % groups:
         raise ValueError(f"{name}: got {heads} heads, accepted: a multiple of the {groups} heads of {others}")

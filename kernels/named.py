@@ -37,6 +37,7 @@ def _gated_delta(generic: Function, suffix: str, decay: str) -> Function:
         *,
         A_log: Tensor | None = None,
         dt_bias: Tensor | None = None,
+        inplace_state: bool = False,
         cu_seqlens: Tensor | None = None,
         backend: str = "auto",
     ) -> Result:
@@ -57,6 +58,7 @@ def _gated_delta(generic: Function, suffix: str, decay: str) -> Function:
             allow_neg_eigval=allow_neg_eigval,
             A_log=A_log,
             dt_bias=dt_bias,
+            inplace_state=inplace_state,
             cu_seqlens=cu_seqlens,
             backend=backend,
         )
@@ -77,6 +79,7 @@ def _delta(generic: Function) -> Function:
         *,
         use_beta_sigmoid_in_kernel: bool = False,
         allow_neg_eigval: bool = False,
+        inplace_state: bool = False,
         cu_seqlens: Tensor | None = None,
         backend: str = "auto",
     ) -> Result:
@@ -94,6 +97,7 @@ def _delta(generic: Function) -> Function:
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,
+            inplace_state=inplace_state,
             cu_seqlens=cu_seqlens,
             backend=backend,
         )
@@ -115,6 +119,7 @@ def _gated_linear(generic: Function, suffix: str, decay: str) -> Function:
         use_gate_in_kernel: bool = False,
         A_log: Tensor | None = None,
         dt_bias: Tensor | None = None,
+        inplace_state: bool = False,
         cu_seqlens: Tensor | None = None,
         backend: str = "auto",
     ) -> Result:
@@ -132,6 +137,7 @@ def _gated_linear(generic: Function, suffix: str, decay: str) -> Function:
             use_gate_in_kernel=use_gate_in_kernel,
             A_log=A_log,
             dt_bias=dt_bias,
+            inplace_state=inplace_state,
             cu_seqlens=cu_seqlens,
             backend=backend,
         )
@@ -150,6 +156,7 @@ def _linear(generic: Function) -> Function:
         normalize: bool = True,
         *,
         use_qk_l2norm_in_kernel: bool = False,
+        inplace_state: bool = False,
         cu_seqlens: Tensor | None = None,
         backend: str = "auto",
     ) -> Result:
@@ -164,6 +171,7 @@ def _linear(generic: Function) -> Function:
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             normalize=normalize,
+            inplace_state=inplace_state,
             cu_seqlens=cu_seqlens,
             backend=backend,
         )

@@ -17,6 +17,7 @@ from kernels.checks import (
     check_choice,
     check_cu_seqlens,
     check_groups,
+    check_in_place,
     check_scale,
     check_tensor,
     read_cu_seqlens,
@@ -69,6 +70,7 @@ def _generic(name: str, form: str, implementations: dict[str, Implementation]) -
         normalize: bool = False,
         A_log: Tensor | None = None,
         dt_bias: Tensor | None = None,
+        inplace_state: bool = False,
         cu_seqlens: Tensor | None = None,
         backend: str = "auto",
     ) -> Result:
@@ -91,6 +93,8 @@ def _generic(name: str, form: str, implementations: dict[str, Implementation]) -
             N = B if cu_seqlens is None else len(cu_seqlens) - 1
             width = V + 1 if normalize else V
             check_tensor("initial_state", initial_state, "N, HV, K, V", (N, HV, K, width), q, dtype)
+        if inplace_state:
+            check_in_place(initial_state, q, k, v, g, beta, A_log, dt_bias)
         chosen = resolve_backend(backend, q.device)
         if chosen == "triton" and (dtype != torch.float32 or max(K, V + normalize) > WIDEST):
             got = f"K = {K}, V = {V + normalize} in {dtype}"
@@ -109,7 +113,7 @@ def _generic(name: str, form: str, implementations: dict[str, Implementation]) -
             boundaries = None if cu_seqlens is None else cu_seqlens.to(q.device)
             tensors = (q, k, values, g, beta, A_log, dt_bias, initial_state, boundaries)
             options = (factor, rule, decay, use_qk_l2norm_in_kernel, sigmoid, normalize)
-            o, state = implementations["triton"](*tensors, *options)
+            o, state = implementations["triton"](*tensors, *options, inplace_state)
         else:
             with torch.autocast(q.device.type, enabled=False):
                 if use_qk_l2norm_in_kernel:
@@ -121,6 +125,8 @@ def _generic(name: str, form: str, implementations: dict[str, Implementation]) -
                 o, state = implementations[chosen](q, k, values, g, beta, factor, initial_state, bounds)
         if normalize:
             o = (o[..., :V] / (o[..., V:] + NORMALIZER_EPS)).to(v.dtype)
+        if inplace_state and initial_state is not None:
+            state = initial_state if state is initial_state else initial_state.copy_(state)
         return o, state if output_final_state else None
 
     function.__name__ = function.__qualname__ = name
@@ -133,7 +139,8 @@ def _generic(name: str, form: str, implementations: dict[str, Implementation]) -
         beta: write strength [B, T, HV] of the delta rule.
         rule, decay: "additive" or "delta"; "none", "scalar" or "channel".
         scale: factor on the output; K^−½ unless given.
-        initial_state: [N, HV, K, V] in the compute dtype; zero unless given. Never modified.
+        initial_state: [N, HV, K, V] in the compute dtype; zero unless given. Not modified, unless that is asked for:
+        inplace_state: write the last state over the initial one. There is no gradient then.
         output_final_state: return the last state, else None in its place.
         use_qk_l2norm_in_kernel: q and k become x / sqrt(Σ_c x_c² + 1e-6), head by head.
         use_gate_in_kernel: g is a raw, finite gate and the log-decay −exp(A_log) · softplus(g + dt_bias);

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.checks import (
     check_choice,
     check_cu_seqlens,
+    check_in_place,
     check_tensor,
     read_cu_seqlens,
     resolve_backend,
@@ -35,6 +36,7 @@ def short_convolution(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
+    inplace_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """y_t = act(Σ_{j<W} w_{W−1−j} ⊙ x_{t−j} + b), channel by channel, in float32 (float64 for float64 inputs).
 
@@ -47,10 +49,11 @@ def short_convolution(
         output_final_state: return the state that continues each sequence, else None in its place.
         cu_seqlens: int32 or int64 [N + 1], boundaries of N sequences (empty ones allowed) packed along T; B = 1.
         backend: see `resolve_backend`; "torch" and "reference" are one implementation, "triton" takes 16 and 32 bits.
+        inplace_state: write the last state over the initial one. There is no gradient then.
 
     Returns:
-        y [B, T, D] in x's dtype, and the last W − 1 inputs of each sequence [N, W − 1, D] in x's dtype or None:
-        in new memory, and those of the initial state included where a sequence is shorter.
+        y [B, T, D] in x's dtype, and the last W − 1 inputs of each sequence [N, W − 1, D] in x's dtype or None: in
+        new memory unless in place, and those of the initial state included where a sequence is shorter.
     """
     check_tensor("x", x, "B, T, D", (-1, -1, -1))
     B, T, D = x.shape
@@ -67,6 +70,8 @@ def short_convolution(
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is not None:
         check_tensor("initial_state", initial_state, "N, W − 1, D", (N, history, D), x, x.dtype)
+    if inplace_state:
+        check_in_place(initial_state, x, weight, bias)
     chosen = resolve_backend(backend, x.device)
     if chosen == "triton" and dtype != torch.float32:
         chosen = without_triton(backend, f"{dtype}", "16 or 32 bits")
@@ -74,26 +79,45 @@ def short_convolution(
     bounds = None
     if chosen != "triton" or not torch.compiler.is_compiling():
         bounds = read_cu_seqlens(cu_seqlens, B, T)
+    silu, keep = activation == "silu", output_final_state or inplace_state
     if chosen == "triton":
         boundaries = None if cu_seqlens is None else cu_seqlens.to(x.device)
-        return TRITON(x, weight, bias, initial_state, boundaries, activation == "silu", output_final_state)
+        y, state = TRITON(x, weight, bias, initial_state, boundaries, silu, keep)
+    else:
+        y, state = _torch(x, weight.to(dtype), bias, initial_state, bounds, silu, keep)
+    if inplace_state and initial_state is not None and state is not None:
+        state = initial_state.copy_(state)
+    return y, state if output_final_state else None
+
+
+def _torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    bounds: list[int] | None,
+    silu: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """y and, with `keep`, the last state; `weight` has the dtype of the arithmetic."""
+    T, history = x.shape[1], weight.shape[1] - 1
     if initial_state is None:
-        initial_state = x.new_zeros(N, history, D)
+        initial_state = x.new_zeros(x.shape[0] if bounds is None else len(bounds) - 1, history, x.shape[2])
 
     state = None
     if bounds is None:
         inputs = torch.cat([initial_state, x], dim=1)  # [B, W − 1 + T, D]
-        if output_final_state:
+        if keep:
             state = inputs[:, T:].clone()
     else:  # one row, each sequence behind the inputs that precede it
         sequences = x[0].split([end - start for start, end in pairwise(bounds)])
         inputs = torch.cat([part for pair in zip(initial_state, sequences, strict=True) for part in pair])[None]
-        if output_final_state:
+        if keep:
             ends = (end + n * history for n, end in enumerate(bounds[1:]))
             state = torch.stack([inputs[0, end : end + history] for end in ends])
 
     # Shifted multiply-adds: no slower than conv1d with D groups, and several times faster at T = 1.
-    inputs, taps = inputs.to(dtype), weight.to(dtype).unbind(1)
+    inputs, taps = inputs.to(weight.dtype), weight.unbind(1)
     length = inputs.shape[1] - history
     y = inputs[:, :length] * taps[0]
     for j, tap in enumerate(taps[1:], start=1):
@@ -102,5 +126,5 @@ def short_convolution(
         n = torch.repeat_interleave(torch.tensor([end - start for start, end in pairwise(bounds)]))
         y = y.index_select(1, (torch.arange(T) + n * history).to(x.device))
     if bias is not None:
-        y = y + bias.to(dtype)
-    return (F.silu(y) if activation == "silu" else y).to(x.dtype), state
+        y = y + bias.to(weight.dtype)
+    return (F.silu(y) if silu else y).to(x.dtype), state

@@ -109,6 +109,24 @@ def test_options_must_fit_the_cell(form: Any, message: str, rule: str, decay: st
         form(**arguments, rule=rule, decay=decay)
 
 
+@pytest.mark.parametrize("form", [chunk, fused_recurrent], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_in_place(form: Any, backend: str) -> None:
+    """The state that was given is the one that comes back; there has to be one, and no gradient."""
+    options: dict[str, Any] = {"rule": "delta", "decay": "channel", "backend": backend, "output_final_state": True}
+    arguments = kda_arguments() | {"initial_state": torch.randn(B, HV, K, V)}
+    o, state = form(**arguments, **options)
+    given = arguments["initial_state"].clone()
+    same_o, same = form(**{**arguments, "initial_state": given}, **options, inplace_state=True)
+    assert same is given
+    assert torch.equal(same_o, o) and torch.equal(same, state)
+    with pytest.raises(ValueError, match="inplace_state: got True without initial_state"):
+        form(**kda_arguments(), **options, inplace_state=True)
+    given.requires_grad_()
+    with pytest.raises(ValueError, match="inplace_state: got True and inputs that require gradients"):
+        form(**{**arguments, "initial_state": given}, **options, inplace_state=True)
+
+
 def test_normalized_state_has_one_more_column() -> None:
     x = kda_arguments()
     with pytest.raises(ValueError, match=r"initial_state: got shape \[1, 4, 8, 5\].*here \[1, 4, 8, 6\]"):

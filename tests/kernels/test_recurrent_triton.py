@@ -24,7 +24,6 @@ from torch import Tensor
 interpreter.required()
 
 import kernels  # noqa: E402
-from kernels.gpu.recurrence.recurrent import launch  # noqa: E402
 from kernels.gpu.recurrence.recurrent import recurrent as function  # noqa: E402
 
 SCALE = 0.37
@@ -140,12 +139,37 @@ def test_the_callers_state_stays(rule: str, decay: str) -> None:
 
 
 @cells
-def test_in_place(rule: str, decay: str) -> None:
-    inputs = make_inputs(rule, decay, T=2, B=1, V=130, dtype=torch.float32)
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_in_place(rule: str, decay: str, contiguous: bool) -> None:
+    """Asked for, the state is written over: where it is, or by a copy if it has gaps."""
+    inputs = make_inputs(rule, decay, T=3, B=1, V=130, dtype=torch.float32)
     expected = recurrent(inputs, rule, decay)
-    o, state = launch(*arguments(inputs, rule, decay), out_state=inputs["initial_state"])
-    assert state is inputs["initial_state"]
+    state = inputs["initial_state"].clone() if contiguous else inputs["initial_state"].mT.contiguous().mT
+    o, last = kernels.fused_recurrent(
+        **{**inputs, "initial_state": state},
+        rule=rule,
+        decay=decay,
+        scale=SCALE,
+        output_final_state=True,
+        inplace_state=True,
+        backend="triton",
+    )
+    assert last is state
     assert torch.equal(o, expected["o"]) and torch.equal(state, expected["state"])
+
+
+@cells
+@pytest.mark.parametrize("T", [1, 3])
+def test_parts_of_wider_rows(rule: str, decay: str, T: int) -> None:
+    """As a mixer's projections lie beside each other: the same bits as from tensors of their own."""
+    inputs = make_inputs(rule, decay, T, B=2, H=2, HV=4, dtype=torch.float32)
+    names = [name for name in ("q", "k", "v", "g", "beta") if name in inputs]
+    wide = torch.cat([inputs[name].flatten(2) for name in names], dim=-1)
+    parts = wide.split([inputs[name].flatten(2).shape[2] for name in names], dim=-1)
+    spread = {name: x.unflatten(-1, inputs[name].shape[2:]) for name, x in zip(names, parts, strict=True)}
+    assert not any(x.is_contiguous() for x in spread.values())
+    out, expected = recurrent({**inputs, **spread}, rule, decay), recurrent(inputs, rule, decay)
+    assert all(torch.equal(out[name], expected[name]) for name in out)
 
 
 @cells

@@ -109,3 +109,14 @@ def test_bfloat16(autocast: bool) -> None:
     assert last is not None
     assert y.dtype == last.dtype == torch.bfloat16
     assert error(y, ref) <= BFLOAT16_ERROR
+
+
+@pytest.mark.parametrize("T", [1, 2, 9])
+def test_in_place(T: int) -> None:
+    x, weight, state = torch.randn(2, T, 6), torch.randn(6, 4), torch.randn(2, 3, 6)
+    y, last = short_convolution(x, weight, initial_state=state, output_final_state=True)
+    assert last is not None and not torch.equal(last, state)
+    same_y, nothing = short_convolution(x, weight, initial_state=state, inplace_state=True)
+    assert nothing is None and torch.equal(same_y, y) and torch.equal(state, last)
+    with pytest.raises(ValueError, match="inplace_state: got True without initial_state"):
+        short_convolution(x, weight, inplace_state=True)

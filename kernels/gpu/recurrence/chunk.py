@@ -40,8 +40,10 @@ def chunk(
     l2norm: bool,
     sigmoid: float,
     float32_output: bool = False,
+    inplace_state: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] in v's dtype, or float32, and the last state [N, HV, K, V] in float32.
+    """o [B, T, HV, V] in v's dtype, or float32, and the last state [N, HV, K, V] in float32; `inplace_state` is left to
+    the caller.
 
     Tensors as in `kernels.chunk`; A_log is given if the kernels compute the gate; the write strength is `beta` for
     sigmoid = 0, else sigmoid · sigmoid(beta).

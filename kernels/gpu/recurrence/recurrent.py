@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import NORM_EPS, log_decay, write_strength
-from kernels.gpu.launch import contiguous, launcher, traced, types
+from kernels.gpu.launch import contiguous, launcher, numbers, traced, types
 from kernels.gpu.recurrence.chunk import chunk_backward, chunk_forward, differentiate
 
 TILE = 4096  # state elements of a program: 32 registers a thread with four warps
@@ -53,6 +53,11 @@ def _recurrent(
     cu_seqlens,
     o,
     final_state,
+    q_stride,
+    k_stride,
+    v_stride,
+    g_stride,
+    beta_stride,
     scale,
     T,
     H: tl.constexpr,
@@ -66,7 +71,8 @@ def _recurrent(
     L2NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
-    """Pointers are to contiguous tensors; those that the cell does not take are None. BK ≥ K and BV: powers of two."""
+    """Pointers are to contiguous tensors, but for the stride from a token's q, k, v, g or beta to the next one's; those
+    that the cell does not take are None. BK ≥ K and BV: powers of two."""
     GATE: tl.constexpr = A_log is not None
     slices = tl.cdiv(V, BV)
     row = tl.program_id(0) // slices  # sequence · HV + value head
@@ -86,22 +92,21 @@ def _recurrent(
     before, place = row.to(tl.int64) * (K * V), i_k[:, None] * V + i_v[None, :]  # [BK, BV]
     S = tl.zeros([BK, BV], tl.float32) if initial_state is None else _load(initial_state + before + place, inside)
 
-    q_row = q + (start * H + head // (HV // H)) * K + i_k
-    k_row = k + (start * H + head // (HV // H)) * K + i_k
-    first = start * HV + head
-    v_row = v + first * V + i_v
-    o_row = o + first * V + i_v
+    q_row = q + start * q_stride + head // (HV // H) * K + i_k
+    k_row = k + start * k_stride + head // (HV // H) * K + i_k
+    v_row = v + start * v_stride + head * V + i_v
+    o_row = o + (start * HV + head) * V + i_v
     if RULE == "delta":
-        beta_row = beta + first
+        beta_row = beta + start * beta_stride + head
     rate, bias = 0.0, 0.0
     if GATE:
         rate = tl.exp(tl.load(A_log + head).to(tl.float32))
     if DECAY == "scalar":
-        g_row = g + first
+        g_row = g + start * g_stride + head
         if dt_bias is not None:
             bias = tl.load(dt_bias + head).to(tl.float32)
     elif DECAY == "channel":
-        g_row = g + first * K + i_k
+        g_row = g + start * g_stride + head * K + i_k
         if dt_bias is not None:
             bias = _load(dt_bias + head * K + i_k, in_k)
 
@@ -114,23 +119,37 @@ def _recurrent(
             key *= tl.rsqrt(tl.sum(key * key) + NORM_EPS)
         if DECAY == "scalar":
             S *= tl.exp(log_decay(tl.load(g_row).to(tl.float32), rate, bias, GATE))
-            g_row += HV
+            g_row += g_stride
         elif DECAY == "channel":
             S *= tl.exp(log_decay(_load(g_row, in_k), rate, bias, GATE))[:, None]
-            g_row += HV * K
+            g_row += g_stride
         if RULE == "delta":
             strength = write_strength(tl.load(beta_row).to(tl.float32), SIGMOID)
             write = strength * (write - tl.sum(S * key[:, None], axis=0))
-            beta_row += HV
+            beta_row += beta_stride
         S += key[:, None] * write[None, :]
         read = scale * tl.sum(S * query[:, None], axis=0)
         tl.store(o_row, read.to(o.dtype.element_ty), mask=in_v)
-        q_row += H * K
-        k_row += H * K
-        v_row += HV * V
+        q_row += q_stride
+        k_row += k_stride
+        v_row += v_stride
         o_row += HV * V
 
     tl.store(final_state + before + place, S, mask=inside)
+
+
+def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """x [B, T, ...] or a copy of it in which each token's numbers lie together and all tokens a stride apart, as in a
+    part of wider rows; and the stride.
+    """
+    if x is None:
+        return None, 0
+    B, T = x.shape[:2]
+    stride = x.stride(0 if T == 1 else 1)
+    together = x.stride(-1) == 1 and (x.dim() == 3 or x.stride(2) == x.shape[3])
+    if together and (B == 1 or x.stride(0) == T * stride):
+        return x, stride
+    return x.contiguous(), x[0, 0].numel()
 
 
 @lru_cache
@@ -166,15 +185,16 @@ def launch(
     o = v.new_empty(v.shape)
     final_state = v.new_empty((N, HV, K, V), dtype=torch.float32) if out_state is None else out_state
     BK, BV, warps = tile(K, V)
-    tensors = contiguous(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    rows, strides = zip(*map(_rows, (q, k, v, g, beta)), strict=True)
+    tensors = (*rows, *contiguous(A_log, dt_bias, initial_state, cu_seqlens))
     sizes = {"H": H, "HV": HV, "K": K, "V": V, "BK": BK, "BV": BV}
     options = {"RULE": rule, "DECAY": decay, "L2NORM": l2norm, "SIGMOID": sigmoid, "num_warps": warps}
     # Triton also compiles for a length of one and for multiples of 16.
     key = (T == 1, T % 16 == 0, *sizes.values(), *options.values())
-    start = launcher("recurrent", v.device, key, types(*tensors, final_state))
+    start = launcher("recurrent", v.device, key, types(*tensors, final_state), numbers(*strides))
     with torch.cuda.device_of(v):
         grid = (N * HV * triton.cdiv(V, BV),)
-        start(_recurrent, grid, (*tensors, o, final_state, scale, T), sizes | options)
+        start(_recurrent, grid, (*tensors, o, final_state, *strides, scale, T), sizes | options)
     return o, final_state
 
 
@@ -236,8 +256,10 @@ def recurrent(
     l2norm: bool,
     sigmoid: float,
     float32_output: bool = False,
+    inplace_state: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """o [B,T,HV,V] in v's dtype, or float32, and the last state [N,HV,K,V] in float32.
+    """o [B,T,HV,V] in v's dtype, or float32, and the last state [N,HV,K,V] in float32, with `inplace_state` where the
+    initial one was, if that lies without gaps.
 
     Args:
         q, k: [B,T,H,K], K at most 256. With `l2norm` each is divided by sqrt(Σ_c x_c² + 1e-6), head by head.
@@ -245,7 +267,7 @@ def recurrent(
         g: [B,T,HV] for decay "scalar", [B,T,HV,K] for "channel". With A_log [HV] the log-decay is
             −exp(A_log) · softplus(g + dt_bias), dt_bias [HV] or [HV·K] or None; without, g itself in [−inf, 0].
         beta: [B,T,HV] for rule "delta". The write strength is beta for `sigmoid` 0, else sigmoid · sigmoid(beta).
-        initial_state: [N,HV,K,V] float32, zero unless given. Never modified.
+        initial_state: [N,HV,K,V] float32, zero unless given.
         cu_seqlens: integers [N + 1] on the device: N sequences, empty ones too, packed along T; B = 1.
     """
     if float32_output:
@@ -256,4 +278,5 @@ def recurrent(
     if torch.compiler.is_compiling() or traced(v) or differentiable:
         o, state = _operator(*given, scale, rule, decay, l2norm, sigmoid)
         return o, state
-    return launch(*given, scale, rule, decay, l2norm, sigmoid)
+    there = inplace_state and initial_state is not None and initial_state.is_contiguous()
+    return launch(*given, scale, rule, decay, l2norm, sigmoid, out_state=initial_state if there else None)
