@@ -18,7 +18,9 @@ if importlib.util.find_spec("triton") is not None:
     from kernels.gpu.norm import norm as TRITON
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, backend: str = "auto") -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, backend: str = "auto", dtype: torch.dtype | None = None
+) -> Tensor:
     """y = x / sqrt(mean(x²) + eps) ⊙ weight over the last axis (Zhang & Sennrich 2019), in float32 (float64 for float64
     inputs) and rounded once.
 
@@ -28,14 +30,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, backend: str = "auto"
         eps: added to the mean square.
         backend: see `resolve_backend`; "torch" and "reference" are one implementation, "triton" takes N ≤ 8192 in 16
             or 32 bits.
+        dtype: of y; x's unless given.
 
     Returns:
-        y [..., N] in x's dtype.
+        y [..., N].
     """
     check_tensor("weight", weight, "N", (_width(x),), x)
-    if _takes_triton(backend, x):
-        return TRITON(x, None, weight, eps, False)
-    return _normalised(x, weight, eps).to(x.dtype)
+    dtype = dtype or x.dtype
+    if dtype != torch.float64 and _takes_triton(backend, x):
+        return TRITON(x, None, weight, eps, False, dtype)
+    return _normalised(x, weight, eps).to(dtype)
 
 
 def gated_rms_norm(
@@ -66,7 +70,7 @@ def gated_rms_norm(
         check_tensor("weight", weight, "N", (N,), x)
     check_choice("activation", activation, ACTIVATIONS)
     if _takes_triton(backend, x, gate):
-        return TRITON(x, gate, weight, eps, activation == "silu")
+        return TRITON(x, gate, weight, eps, activation == "silu", x.dtype)
     y = _normalised(x, weight, eps)
     opening = gate.to(torch.promote_types(y.dtype, gate.dtype))
     return (y * (F.silu(opening) if activation == "silu" else opening.sigmoid())).to(x.dtype)

@@ -125,16 +125,16 @@ def norm_gradients_kernel(
         tl.store(partial + tl.program_id(0).to(tl.int64) * N + columns, total, mask=columns < N)
 
 
-def norm(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, silu: bool) -> Tensor:
-    """As `kernels.gated_rms_norm`; without a gate as `kernels.rms_norm`."""
+def norm(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, silu: bool, dtype: torch.dtype) -> Tensor:
+    """As `kernels.gated_rms_norm`; without a gate as `kernels.rms_norm`. y is of `dtype`."""
     tensors, eps = (x, gate, weight), float(eps)
     keep = torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in tensors)
     if torch.compiler.is_compiling() or traced(x):
-        return norm_forward(*tensors, eps, silu, keep)[0]
+        return norm_forward(*tensors, eps, silu, dtype, keep)[0]
     if keep:
-        y: Tensor = _Norm.apply(*tensors, eps, silu)
+        y: Tensor = _Norm.apply(*tensors, eps, silu, dtype)
         return y
-    return _forward(*tensors, eps, silu, False)[0]
+    return _forward(*tensors, eps, silu, dtype, False)[0]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -168,12 +168,14 @@ def _start(tensors: Sequence[Tensor | None], silu: bool, *key: Any) -> tuple[Lau
     return launcher("norm", x.device, wide, key, *constants.values(), types(*tensors), sizes), constants
 
 
-def _forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, silu: bool, keep: bool) -> list[Tensor]:
-    """y and, with `keep`, each row's inverse root."""
-    results = _results(x, keep)
+def _forward(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, silu: bool, dtype: torch.dtype, keep: bool
+) -> list[Tensor]:
+    """y in `dtype` and, with `keep`, each row's inverse root."""
+    results = _results(x, dtype, keep)
     x, gate = _rows(x), None if gate is None else _rows(gate)
     weight = None if weight is None else weight.contiguous()
-    start, constants = _start((x, gate, weight), silu, keep)
+    start, constants = _start((x, gate, weight), silu, dtype, keep)
     M, rows = x.shape[0], constants["BR"]
     gate_stride = 0 if gate is None else gate.stride(0)
     with torch.cuda.device_of(x):  # where Triton launches
@@ -183,9 +185,9 @@ def _forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, 
     return results
 
 
-def _results(x: Tensor, keep: bool) -> list[Tensor]:
+def _results(x: Tensor, dtype: torch.dtype, keep: bool) -> list[Tensor]:
     kept = [x.new_empty(x.shape[:-1], dtype=torch.float32)] if keep else []
-    return [x.new_empty(x.shape), *kept]
+    return [x.new_empty(x.shape, dtype=dtype), *kept]
 
 
 def _backward(
@@ -210,8 +212,10 @@ def _backward(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, silu: bool) -> Tensor:
-        y, inverse = _forward(x, gate, weight, eps, silu, True)
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, silu: bool, dtype: torch.dtype
+    ) -> Tensor:
+        y, inverse = _forward(x, gate, weight, eps, silu, dtype, True)
         ctx.save_for_backward(x, gate, weight, inverse)
         ctx.silu = silu
         return y
@@ -220,7 +224,7 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _backward(d_y, *ctx.saved_tensors, ctx.silu)  # type: ignore[call-arg]
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
 norm_forward = torch.library.custom_op("kda_lm::norm_forward", _forward, mutates_args=())
@@ -235,8 +239,8 @@ def norm_backward(
 
 
 @norm_forward.register_fake
-def _(x: Tensor, gate: Any, weight: Any, eps: float, silu: bool, keep: bool) -> list[Tensor]:
-    return _results(x, keep)
+def _(x: Tensor, gate: Any, weight: Any, eps: float, silu: bool, dtype: torch.dtype, keep: bool) -> list[Tensor]:
+    return _results(x, dtype, keep)
 
 
 @norm_backward.register_fake
@@ -245,7 +249,7 @@ def _(d_y: Tensor, x: Tensor, gate: Any, weight: Any, inverse: Tensor, silu: boo
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, gate, weight, _, silu, keep = inputs
+    x, gate, weight, _, silu, _, keep = inputs
     if not keep:
         raise RuntimeError("kda_lm::norm_forward: got keep=False and inputs that require gradients")
     ctx.mark_non_differentiable(output[1])
@@ -256,7 +260,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _operator_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     x, gate, weight, inverse = ctx.saved_tensors
     d_x, d_gate, d_weight = norm_backward(grads[0], x, gate, weight, inverse, ctx.silu)
-    return d_x, None if gate is None else d_gate, None if weight is None else d_weight, None, None, None
+    return d_x, None if gate is None else d_gate, None if weight is None else d_weight, None, None, None, None
 
 
 norm_forward.register_autograd(_operator_backward, setup_context=_setup_context)

@@ -46,9 +46,9 @@ def conv(T: int, D: int, W: int, dtype: torch.dtype, packed: bool, everything: b
 def norm(N: int, dtype: torch.dtype, gated: bool) -> None:
     x, gate, weight = torch.zeros(16, N, dtype=dtype), torch.zeros(16, N, dtype=dtype), torch.zeros(N)
     if gated:
-        both(lambda *leaves: [norm_of(*leaves, 1e-6, True)], x, gate, weight)
+        both(lambda *leaves: [norm_of(*leaves, 1e-6, True, dtype)], x, gate, weight)
     else:
-        both(lambda x, weight: [norm_of(x, None, weight, 1e-6, True)], x, weight)
+        both(lambda x, weight: [norm_of(x, None, weight, 1e-6, True, dtype)], x, weight)
 
 
 def loss(vocab: int, dtype: torch.dtype) -> None:

@@ -122,6 +122,14 @@ def test_norm_alone_and_strided_are_the_same_bits(shape: tuple[int, ...]) -> Non
     checks.assert_norm_strides(inputs)
 
 
+def test_norm_of_a_float32_stream_for_bfloat16_products() -> None:
+    inputs = placed(checks.norm_inputs(300, 768, gated=False, dtype=FLOAT32))
+    out = checks.norm(inputs, "triton", dtype=BFLOAT16)
+    ref = checks.norm({name: x.double() for name, x in inputs.items()}, "torch")
+    assert out["y"].dtype == BFLOAT16 and out["dx"].dtype == FLOAT32
+    assert error(out["y"], ref["y"]) <= LIMITS[BFLOAT16]
+
+
 def test_norm_of_more_than_2_31_numbers() -> None:
     M, N = 17_000_000, 128
     x, gate = random(M, N).requires_grad_(), random(M, N, seed=1).requires_grad_()

@@ -171,6 +171,17 @@ def test_norm_weights_in_float32() -> None:
     assert error(out["dweight"], ref["dweight"]) <= FLOAT32_ERROR
 
 
+def test_norm_rounds_what_it_returns_and_not_what_it_keeps() -> None:
+    """A float32 stream normalised for products in bfloat16: its gradient is float32."""
+    inputs = checks.norm_inputs(6, 20, gated=False, dtype=FLOAT32)
+    out = checks.norm(inputs, "triton", dtype=BFLOAT16)
+    checks.assert_same(out, checks.norm(inputs, "triton", "aot_eager", dtype=BFLOAT16))
+    ref = checks.norm(inputs, "torch", dtype=BFLOAT16)
+    assert out["y"].dtype == ref["y"].dtype == BFLOAT16 and out["dx"].dtype == FLOAT32
+    assert error(out["y"], ref["y"].double()) <= LIMITS[BFLOAT16]
+    assert error(out["dx"], ref["dx"].double()) <= FLOAT32_ERROR
+
+
 def test_norm_of_nothing_and_what_it_leaves_to_torch() -> None:
     assert rms_norm(torch.zeros(0, 4), torch.ones(4), backend="triton").shape == (0, 4)
     for x in (torch.ones(2, 8193), torch.ones(2, 4, dtype=torch.float64)):
@@ -185,7 +196,7 @@ def test_norm_operator(gated: bool) -> None:
     tensors = [inputs.get(name) for name in ("x", "gate", "weight")]
     torch.library.opcheck(
         torch.ops.kda_lm.norm_forward.default,
-        (*tensors, 1e-6, True, True),
+        (*tensors, 1e-6, True, BFLOAT16, True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
     detached = [None if x is None else x.detach() for x in tensors]
