@@ -1,7 +1,4 @@
-"""Sampling: prefill the prompt chunkwise, then decode token by token from the carried state.
-
-The state of recurrent layers does not grow, that of softmax layers by a row a token; nothing is recomputed.
-"""
+"""Sampling: how the next token is drawn, and texts from a prompt (kda_lm.decoding does the model's part)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kda_lm.decoding import Decoder
 from kda_lm.device import Accelerator, Precision, resolve_device
 from kda_lm.model import LM
 
@@ -76,7 +74,6 @@ def draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator) -> 
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
 
 
-@torch.compiler.set_stance("force_eager")
 @torch.inference_mode()
 def generate(
     model: LM, prompt: Sequence[int], num_samples: int, config: SamplingConfig, stop_id: int | None = None
@@ -90,10 +87,9 @@ def generate(
     """
     if not prompt:
         raise ValueError("the prompt is empty: start with the end-of-text token, as every document does")
-    device = model.embedding.weight.device
+    decoder = Decoder(model, capacity=len(prompt) + config.max_new_tokens)
     generator = torch.Generator().manual_seed(config.seed)
-    tokens = torch.tensor(prompt, device=device).expand(num_samples, -1)
-    logits, state = model.prefill(tokens)
+    logits = decoder.prefill([prompt] * num_samples)
     stopped = torch.zeros(num_samples, dtype=torch.bool)
     for remaining in reversed(range(config.max_new_tokens)):
         token = draw(logits, config, generator).cpu()
@@ -103,4 +99,4 @@ def generate(
         yield token
         if stopped.all() or not remaining:
             return
-        logits, state = model.step(token.to(device), state)
+        logits = decoder.step(token.to(decoder.device))

@@ -1,13 +1,18 @@
 """The small layers around the mixers: RMSNorm, SwiGLU, rotary positions, the short convolution.
 
-All take and return [B, T, ...] and keep the dtype of their input; norms and rotations compute in float32.
+All take and return [B, T, ...]; norms and rotations compute in float32. They keep the dtype of their input, but under
+autocast what a norm returns is of autocast's: it goes into products.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
+
+ALIGNED = 16  # rows that a joint weight is padded to: tensor cores read 16 bytes at a time
 
 
 class RMSNorm(nn.Module):
@@ -19,7 +24,41 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps, backend)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return kernels.rms_norm(x, self.weight, self.eps, backend, dtype)
+
+
+class JointLinear(nn.Module):
+    """Linear layers of one input as one product, whose weights are laid below each other: x [..., dim] → a view
+    [..., n] for each layer. The layers stay what they are; this module has no parameters and adds no names.
+
+    `fix` keeps the joint weight, for a model that is not trained any more.
+    """
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        if any(layer.bias is not None for layer in layers):
+            raise ValueError("JointLinear: got a layer with a bias, accepted: none")
+        self.layers = layers  # a tuple: their parameters are registered where they belong
+        self.sizes = [layer.out_features for layer in layers]
+        self.padding = -sum(self.sizes) % ALIGNED
+        self.fixed: Tensor | None
+        self.register_buffer("fixed", None, persistent=False)
+
+    def forward(self, x: Tensor, together: int = 1) -> tuple[Tensor, ...]:
+        """What the first `together` layers make of x comes as one tensor."""
+        weight = self._weight() if self.fixed is None else self.fixed
+        sizes = [sum(self.sizes[:together]), *self.sizes[together:], self.padding]
+        return F.linear(x, weight).split(sizes, dim=-1)[:-1]
+
+    def _weight(self) -> Tensor:
+        weights = [layer.weight for layer in self.layers]
+        return torch.cat([*weights, weights[0].new_zeros(self.padding, weights[0].shape[1])])
+
+    def fix(self, dtype: torch.dtype | None = None) -> None:
+        """From here on the weights as they are now, in `dtype`."""
+        self.fixed = self._weight().detach().to(dtype)
 
 
 class SwiGLU(nn.Module):
@@ -30,9 +69,11 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(dim, hidden, bias=False)
         self.up_proj = nn.Linear(dim, hidden, bias=False)
         self.out_proj = nn.Linear(hidden, dim, bias=False)
+        self.in_proj = JointLinear(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.in_proj(x)
+        return self.out_proj(F.silu(gate) * up)
 
 
 class ShortConvolution(nn.Module):
@@ -47,28 +88,49 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.randn(dim, width) * width**-0.5)
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, backend: str = "auto"
-    ) -> tuple[Tensor, Tensor | None]:
-        """x [B, T, D] → y [B, T, D] and the state after the last token."""
-        return kernels.short_convolution(
-            x,
-            self.weight,
-            activation=self.activation,
-            initial_state=state,
-            output_final_state=True,
-            cu_seqlens=cu_seqlens,
-            backend=backend,
+        self,
+        parts: Sequence[Tensor],
+        state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        backend: str = "auto",
+    ) -> tuple[list[Tensor], Tensor]:
+        """D channels in parts [B, T, d] → y [B, T, d] of each and the state after the last token.
+
+        What is read from may be parts of wider rows; what is written lies without gaps, as the chunkwise kernels read.
+        """
+        sizes = [part.shape[-1] for part in parts]
+        weights = self.weight.split(sizes)
+        states = [None] * len(sizes) if state is None else state.split(sizes, dim=-1)
+        done = [
+            kernels.short_convolution(
+                x,
+                weight,
+                activation=self.activation,
+                initial_state=before,
+                output_final_state=True,
+                cu_seqlens=cu_seqlens,
+                backend=backend,
+            )
+            for x, weight, before in zip(parts, weights, states, strict=True)
+        ]
+        return [y for y, _ in done], torch.cat([after for _, after in done if after is not None], dim=-1)
+
+    def in_place(self, x: Tensor, state: Tensor, backend: str = "auto") -> Tensor:
+        """x [B, T, D] → y [B, T, D]; the state is written over."""
+        y, _ = kernels.short_convolution(
+            x, self.weight, activation=self.activation, initial_state=state, inplace_state=True, backend=backend
         )
+        return y
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotary position embedding (Su et al. 2021): channel pairs (i, i + D/2) turned by positions · theta^(−2i/D).
 
-    x [B, T, H, D] with D even, positions [T].
+    x [B, T, H, D] with D even, positions [T] or [B, T].
     """
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions.to(torch.float32)[:, None, None] * frequencies  # [T, 1, D/2]
+    angles = positions.to(torch.float32)[..., None, None] * frequencies  # [(B,) T, 1, D/2]
     cos, sin = angles.cos(), angles.sin()
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).split(half, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

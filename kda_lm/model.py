@@ -75,13 +75,19 @@ class Block(nn.Module):
         self.mlp = SwiGLU(dim, hidden) if hidden else None
 
     def forward(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, recurrent: bool, keep_state: bool
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, keep_state: bool
     ) -> tuple[Tensor, MixerState | None]:
-        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens, recurrent)
-        x = x + y
-        if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.mlp(self.mlp_norm(x))
-        return x, state if keep_state else None
+        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens)
+        return self._feed_forward(x + y), state if keep_state else None
+
+    def decode(self, x: Tensor, cache: MixerState, positions: Tensor) -> Tensor:
+        """As the mixer's `decode`."""
+        return self._feed_forward(x + self.mixer.decode(self.mixer_norm(x), cache, positions))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        if self.mlp is None or self.mlp_norm is None:
+            return x
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class LM(nn.Module):
@@ -167,7 +173,6 @@ class LM(nn.Module):
         tokens: Tensor,
         state: LMState | None = None,
         cu_seqlens: Tensor | None = None,
-        recurrent: bool = False,
         keep_states: bool = True,
     ) -> tuple[Tensor, list[MixerState]]:
         """tokens [B, T] → the normalised residual stream [B, T, dim] and every layer's state after the last token, or
@@ -175,17 +180,15 @@ class LM(nn.Module):
 
         With `cu_seqlens` [N + 1], boundaries over the B·T flattened tokens, no layer carries anything across a
         boundary. The states are then of the N sequences in the recurrent layers, but keys and values in one row in
-        softmax layers: they are not for going on with.
+        softmax layers: `Decoder` goes on from them, `state` takes none of them.
         """
         batch, length = tokens.shape
         if cu_seqlens is not None:
             tokens = tokens.reshape(1, -1)
-        x = self.embedding(tokens)
-        if self.config.init == "fan_in":
-            x = x * math.sqrt(self.config.dim)
+        x = self.embed(tokens)
         states: list[MixerState] = []
         for i, block in enumerate(self.blocks):
-            arguments = (x, None if state is None else state[i], cu_seqlens, recurrent, keep_states)
+            arguments = (x, None if state is None else state[i], cu_seqlens, keep_states)
             if self.checkpoint_layers and torch.is_grad_enabled():
                 # Nothing in a block draws random numbers.
                 x, layer_state = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -195,25 +198,32 @@ class LM(nn.Module):
                 states.append(layer_state)
         return self.norm(x).view(batch, length, -1), states
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [B, T] → [B, T, dim], the start of the residual stream."""
+        x = self.embedding(tokens)
+        return x * math.sqrt(self.config.dim) if self.config.init == "fan_in" else x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The normalised residual stream [..., dim] → [..., vocab] in float32 (float64 models: float64)."""
+        logits = self.head(x)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
     def forward(
         self, tokens: Tensor, state: LMState | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, list[MixerState]]:
-        """tokens [B, T] → logits [B, T, vocab] in float32 (float64 models: float64), and the states; chunkwise."""
-        x, states = self.hidden_states(tokens, state, cu_seqlens)
-        return _full_precision(self.head(x)), states
+        """tokens [B, T] → logits [B, T, vocab], and the states after the last token; chunkwise.
 
-    def prefill(self, tokens: Tensor, state: LMState | None = None) -> tuple[Tensor, list[MixerState]]:
-        """Take in tokens [B, T] chunkwise, after `state` if given: the next token's logits [B, vocab], and states."""
-        x, states = self.hidden_states(tokens, state)
-        return _full_precision(self.head(x[:, -1])), states
-
-    def step(self, tokens: Tensor, state: LMState) -> tuple[Tensor, list[MixerState]]:
-        """One more token for each sequence, recurrently: tokens [B] → logits [B, vocab] and the new states.
-
-        `state` is left as it was, so that one state can be continued in several ways.
+        `state` is left as it was, so that it can be continued in several ways. kda_lm.decoding works in place.
         """
-        x, states = self.hidden_states(tokens[:, None], state, recurrent=True)
-        return _full_precision(self.head(x[:, 0])), states
+        x, states = self.hidden_states(tokens, state, cu_seqlens)
+        return self.logits(x), states
+
+    def decode(self, tokens: Tensor, caches: LMState, positions: Tensor) -> Tensor:
+        """T more tokens of every row, in place: tokens, their positions [B, T] → logits [B, T, vocab]."""
+        x = self.embed(tokens)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = cast(Block, block).decode(x, cache, positions)
+        return self.logits(self.norm(x))
 
     def loss(
         self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, z_loss: float = 0.0
@@ -251,7 +261,3 @@ class LM(nn.Module):
     @classmethod
     def from_hyperparameters(cls, hyperparameters: Mapping[str, Any]) -> "LM":
         return cls(read_config(LMConfig, hyperparameters["model"], "model"), hyperparameters["mixers"])
-
-
-def _full_precision(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

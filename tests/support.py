@@ -65,6 +65,26 @@ def small_options(name: str, **changes: Any) -> dict[str, Any]:
     return mixer_options(name, **{"num_heads": 2, **changes})
 
 
+# Every published layer, and options that change what is carried from token to token.
+KINDS: dict[str, dict[str, Any]] = {
+    **{name: small_options(name) for name in PUBLISHED},
+    "softmax-conv-grouped": small_options("softmax", num_kv_heads=1, conv_width=4, activation="silu"),
+    "softmax-nope": small_options("softmax", rope=False, qk_norm="none"),
+    "softmax-window": small_options("softmax", window=5),
+    "linear-bare": small_options("linear", feature_map="none", normalize=False),
+    "linear-conv": small_options("linear", conv_width=3, activation="silu", feature_map="relu"),
+    "kda-grouped": small_options("kda", num_value_heads=4, expand_v=2.0, allow_neg_eigval=True),
+    "kda-additive": small_options("kda", rule="additive", conv_width=8),
+    "kda-conv1": small_options("kda", conv_width=1),
+    "gated-additive": small_options("gated_delta", rule="additive", num_value_heads=4),
+}
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    """Token ids of `tiny_lm`'s vocabulary."""
+    return torch.randint(29, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
 def tiny_lm(
     *mixers: dict[str, Any],
     dim: int = 16,

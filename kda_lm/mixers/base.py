@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kda_lm.layers import ShortConvolution
+from kda_lm.layers import JointLinear, ShortConvolution
 
 
 class Projected(NamedTuple):
@@ -15,6 +15,7 @@ class Projected(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+    gates: tuple[Tensor, ...]  # what each gate's first layer makes of x
     conv_state: Tensor | None  # the convolution's last inputs, [B, width − 1, channels of q, k and v together]
 
 
@@ -22,10 +23,15 @@ class Mixer(nn.Module):
     """q, k, v = act(conv(W x)); subclasses mix tokens with them.
 
     `sizes` are the channels of q, k and v over all heads, `conv_width` the convolution's taps (0: none), `activation`
-    is "silu" or "none".
+    is "silu" or "none". A subclass sets `in_proj`: q_proj, k_proj, v_proj, and the first layers of its gates.
+
+    `forward` is functional: any number of tokens chunkwise, from a state to a new one. `decode` goes on in place, in a
+    cache of fixed size that `new_cache` makes and `fill_cache` fills with what a prompt left.
     """
 
     config: Any  # the subclass's dataclass of options; has `backend`
+    in_proj: JointLinear
+    grows: bool  # whether what is carried grows with the number of tokens
 
     def __init__(self, dim: int, sizes: tuple[int, int, int], conv_width: int, activation: str) -> None:
         super().__init__()
@@ -35,14 +41,37 @@ class Mixer(nn.Module):
         self.conv = ShortConvolution(sum(sizes), conv_width, fused) if conv_width else None
 
     def project(self, x: Tensor, conv_state: Tensor | None, cu_seqlens: Tensor | None) -> Projected:
-        """x [B, T, dim] → q, k, v; `conv_state` continues an earlier call's."""
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        """x [B, T, dim] → q, k, v and gates; `conv_state` continues an earlier call's."""
+        q, k, v, *gates = self.in_proj(x)
         if self.conv is not None:
-            qkv, conv_state = self.conv(qkv, conv_state, cu_seqlens, self.config.backend)
+            (q, k, v), conv_state = self.conv((q, k, v), conv_state, cu_seqlens, self.config.backend)
+        elif self.activation == "silu":
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
+        return Projected(q, k, v, tuple(gates), conv_state)
+
+    def project_in_place(self, x: Tensor, conv_cache: Tensor | None) -> Projected:
+        """As `project`, with the convolution's state written over."""
+        qkv, *gates = self.in_proj(x, together=3)
+        if self.conv is not None and conv_cache is not None:
+            qkv = self.conv.in_place(qkv, conv_cache, self.config.backend)
         elif self.activation == "silu":
             qkv = F.silu(qkv)
         q, k, v = qkv.split(list(self.sizes), dim=-1)
-        return Projected(q, k, v, conv_state)
+        return Projected(q, k, v, tuple(gates), conv_cache)
+
+    def new_cache(self, state: Any, batch: int, capacity: int) -> Any:
+        """Room for decoding `batch` sequences of up to `capacity` tokens, of the dtypes of `state`, a prompt's."""
+        raise NotImplementedError
+
+    def fill_cache(self, cache: Any, state: Any, rows: Tensor, positions: Tensor) -> None:
+        """Take over what `forward` left of prompts, one a row of the cache: `rows` and `positions` are of all their
+        tokens, in the order in which these were packed.
+        """
+        raise NotImplementedError
+
+    def decode(self, x: Tensor, cache: Any, positions: Tensor) -> Tensor:
+        """T more tokens of every row, in place: x [B, T, dim] → y [B, T, dim]; `positions` [B, T] are the tokens'."""
+        raise NotImplementedError
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())

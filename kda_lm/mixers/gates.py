@@ -1,12 +1,14 @@
 """The learned gates of a recurrent mixer: decay, write strength, output gate.
 
 They are small, and what they learn is a time scale or an opening, not a feature: `Gate` marks them, and the optimizer
-gives what it marks no weight decay. `A_log` and `dt_bias` stay float32 whatever the model's dtype: in bf16 a
-difference of 1 % in a time scale would be rounded away.
+gives what it marks no weight decay. The first layer of each reads the mixer's input, like q_proj; the mixer computes
+all of these as one product, and a gate's `forward` goes on from there. `A_log` and `dt_bias` stay float32 whatever the
+model's dtype: in bf16 a difference of 1 % in a time scale would be rounded away.
 """
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,11 @@ from torch import Tensor, nn
 
 class Gate(nn.Module):
     """Base of all gates; a marker for the optimizer (no weight decay inside)."""
+
+    @property
+    def first(self) -> nn.Linear:
+        """The layer that reads the mixer's input x [B, T, dim]; what it makes of it goes into `forward`."""
+        raise NotImplementedError
 
 
 class DecayParameters(nn.Module):
@@ -48,8 +55,12 @@ class ScalarDecay(Gate):
         self.proj = nn.Linear(dim, num_heads, bias=False)
         self.timescale = DecayParameters(num_heads, num_heads, slowest=1e-3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x)
+    @property
+    def first(self) -> nn.Linear:
+        return self.proj
+
+    def forward(self, projected: Tensor) -> Tensor:
+        return projected
 
 
 class ChannelDecay(Gate):
@@ -62,8 +73,12 @@ class ChannelDecay(Gate):
         self.timescale = DecayParameters(num_heads, num_heads * head_dim, slowest=1.0)
         self.num_heads = num_heads
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up_proj(self.down_proj(x)).unflatten(-1, (self.num_heads, -1))
+    @property
+    def first(self) -> nn.Linear:
+        return self.down_proj
+
+    def forward(self, projected: Tensor) -> Tensor:
+        return self.up_proj(projected).unflatten(-1, (self.num_heads, -1))
 
 
 class WriteStrength(Gate):
@@ -73,8 +88,12 @@ class WriteStrength(Gate):
         super().__init__()
         self.proj = nn.Linear(dim, num_heads, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x)
+    @property
+    def first(self) -> nn.Linear:
+        return self.proj
+
+    def forward(self, projected: Tensor) -> Tensor:
+        return projected
 
 
 class OutputGate(Gate):
@@ -84,7 +103,7 @@ class OutputGate(Gate):
 
     def __init__(self, dim: int, num_heads: int, head_dim: int, rank: int | None, activation: str) -> None:
         super().__init__()
-        self.proj: nn.Module
+        self.proj: nn.Linear | nn.Sequential
         value_dim = num_heads * head_dim
         if rank is None:
             self.proj = nn.Linear(dim, value_dim, bias=False)
@@ -92,8 +111,13 @@ class OutputGate(Gate):
             self.proj = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, value_dim, bias=True))
         self.num_heads, self.activation = num_heads, activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).unflatten(-1, (self.num_heads, -1))
+    @property
+    def first(self) -> nn.Linear:
+        return self.proj if isinstance(self.proj, nn.Linear) else cast(nn.Linear, self.proj[0])
+
+    def forward(self, projected: Tensor) -> Tensor:
+        gate = projected if isinstance(self.proj, nn.Linear) else self.proj[1](projected)
+        return gate.unflatten(-1, (self.num_heads, -1))
 
     def activate(self, gate: Tensor) -> Tensor:
         return F.silu(gate) if self.activation == "silu" else gate.sigmoid()

@@ -12,18 +12,20 @@ around which
 Defaults are Kimi Linear's KDA layer (technical report, section 3); configs/mixer holds the other published layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from kda_lm.layers import RMSNorm
-from kda_lm.mixers.base import Mixer
+from kda_lm.layers import JointLinear, RMSNorm
+from kda_lm.mixers.base import Mixer, Projected
 from kda_lm.mixers.gates import ChannelDecay, OutputGate, ScalarDecay, WriteStrength
 
+RECURRENT_TOKENS = 16  # up to so many are decoded token by token, more of them in chunks
 CHUNK_SIZE = 64  # the chunk length that FLOPs are counted at, as in Kimi Linear's equation 13
 
 
@@ -80,6 +82,8 @@ class RecurrentState(NamedTuple):
 class RecurrentMixer(Mixer):
     """See the module's docstring; x [B, T, dim] → y [B, T, dim] and the state after the last token."""
 
+    grows = False
+
     def __init__(self, dim: int, config: RecurrentConfig) -> None:
         heads, value_heads = config.num_heads, config.value_heads
         head_k = _head_dim(dim, config.expand_k, heads, "expand_k", "num_heads")
@@ -102,31 +106,51 @@ class RecurrentMixer(Mixer):
             gate_rank = rank if config.output_gate == "low_rank" else None
             self.output_gate = OutputGate(dim, value_heads, head_v, gate_rank, config.output_gate_activation)
         self.out_proj = nn.Linear(sizes[2], dim, bias=False)
+        gates = [gate.first for gate in (self.decay, self.output_gate, self.write) if gate is not None]
+        self.in_proj = JointLinear(self.q_proj, self.k_proj, self.v_proj, *gates)
 
     def forward(
-        self,
-        x: Tensor,
-        state: RecurrentState | None = None,
-        cu_seqlens: Tensor | None = None,
-        recurrent: bool = False,
+        self, x: Tensor, state: RecurrentState | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        """`recurrent` chooses the token-by-token form (decoding) over the chunkwise one (training, prefill)."""
-        config = self.config
-        q, k, v, conv_state = self.project(x, None if state is None else state.conv, cu_seqlens)
-        q, k = (_feature_map(config.feature_map, z).unflatten(-1, (config.num_heads, -1)) for z in (q, k))
-        v = v.unflatten(-1, (config.value_heads, -1))
+        projected = self.project(x, None if state is None else state.conv, cu_seqlens)
+        memory = None if state is None else state.memory
+        y, memory = self._mix(kernels.chunk, projected, memory, cu_seqlens=cu_seqlens)
+        return y, RecurrentState(memory, projected.conv_state)
 
+    def new_cache(self, state: RecurrentState, batch: int, capacity: int) -> RecurrentState:
+        """A state is its own cache, whatever the capacity."""
+        conv = None if state.conv is None else state.conv.new_empty(batch, *state.conv.shape[1:])
+        return RecurrentState(state.memory.new_empty(batch, *state.memory.shape[1:]), conv)
+
+    def fill_cache(self, cache: RecurrentState, state: RecurrentState, rows: Tensor, positions: Tensor) -> None:
+        cache.memory.copy_(state.memory)
+        if cache.conv is not None and state.conv is not None:
+            cache.conv.copy_(state.conv)
+
+    def decode(self, x: Tensor, cache: RecurrentState, positions: Tensor) -> Tensor:
+        """Few tokens in one launch, more of them in chunks."""
+        form = kernels.fused_recurrent if x.shape[1] <= RECURRENT_TOKENS else kernels.chunk
+        return self._mix(form, self.project_in_place(x, cache.conv), cache.memory, inplace_state=True)[0]
+
+    def _mix(
+        self, form: Callable[..., Any], projected: Projected, memory: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """y [B, T, dim] and the memory after the last token; `form` is `chunk` or `fused_recurrent` of kernels."""
+        config, gates = self.config, iter(projected.gates)
+        q, k = (_feature_map(config.feature_map, z) for z in (projected.q, projected.k))
+        g = None if self.decay is None else self.decay(next(gates))
+        opening = None if self.output_gate is None else self.output_gate(next(gates))
+        beta = None if self.write is None else self.write(next(gates))
         timescale = None if self.decay is None else self.decay.timescale
-        attend = kernels.fused_recurrent if recurrent else kernels.chunk
-        o, memory = attend(
-            q,
-            k,
-            v,
-            None if self.decay is None else self.decay(x),
-            None if self.write is None else self.write(x),
+        o, memory = form(
+            q.unflatten(-1, (config.num_heads, -1)),
+            k.unflatten(-1, (config.num_heads, -1)),
+            projected.v.unflatten(-1, (config.value_heads, -1)),
+            g,
+            beta,
             rule=config.rule,
             decay=config.decay,
-            initial_state=None if state is None else state.memory,
+            initial_state=memory,
             output_final_state=True,
             use_qk_l2norm_in_kernel=config.qk_norm == "l2",
             use_gate_in_kernel=timescale is not None,
@@ -135,20 +159,20 @@ class RecurrentMixer(Mixer):
             normalize=config.normalize,
             A_log=None if timescale is None else timescale.A_log,
             dt_bias=None if timescale is None else timescale.dt_bias,
-            cu_seqlens=cu_seqlens,
             backend=config.backend,
+            **options,
         )
         assert memory is not None
-        return self.out_proj(self._output(o, x).flatten(-2)), RecurrentState(memory, conv_state)
+        return self.out_proj(self._output(o, opening).flatten(-2)), memory
 
-    def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        """gate(x) ⊙ RMSNorm_head(o), or what there is of it; o [B, T, HV, V]."""
+    def _output(self, o: Tensor, opening: Tensor | None) -> Tensor:
+        """act(opening) ⊙ RMSNorm_head(o), or what there is of it; [B, T, HV, V]."""
         norm, gate, backend = self.output_norm, self.output_gate, self.config.backend
-        if norm is not None and gate is not None:
-            return kernels.gated_rms_norm(o, gate(x), norm.weight, norm.eps, gate.activation, backend)
+        if norm is not None and gate is not None and opening is not None:
+            return kernels.gated_rms_norm(o, opening, norm.weight, norm.eps, gate.activation, backend)
         if norm is not None:
             return norm(o, backend)
-        return o if gate is None else o * gate.activate(gate(x))
+        return o if gate is None or opening is None else o * gate.activate(opening)
 
     def mixing_flops_per_token(self, length: int) -> int:
         """Chunkwise, a head: 4KV + C(K + V) additive, 6KV + C(2K + V) + C² delta; independent of `length`.

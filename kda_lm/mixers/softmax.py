@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kda_lm.layers import RMSNorm, rotate
-from kda_lm.mixers.base import Mixer
+from kda_lm.layers import JointLinear, RMSNorm, rotate
+from kda_lm.mixers.base import Mixer, Projected
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SoftmaxConfig:
 
 
 class SoftmaxState(NamedTuple):
-    """The keys and values of every earlier token: it grows by one row a token."""
+    """The keys and values of every earlier token: it grows by one row a token. As a cache it has room for more."""
 
     keys: Tensor  # [B, S, HKV, D], rotated
     values: Tensor  # [B, S, HKV, D]
@@ -60,6 +60,8 @@ class SoftmaxState(NamedTuple):
 class SoftmaxMixer(Mixer):
     """See the module's docstring; x [B, T, dim] → y [B, T, dim] and the state after the last token."""
 
+    grows = True
+
     def __init__(self, dim: int, config: SoftmaxConfig) -> None:
         if dim % config.num_heads:
             raise ValueError(f"dim = {dim} must be a multiple of num_heads = {config.num_heads}")
@@ -68,6 +70,7 @@ class SoftmaxMixer(Mixer):
             raise ValueError(f"rope needs an even head size; dim / num_heads is {head_dim}")
         kv_dim = config.kv_heads * head_dim
         super().__init__(dim, (dim, kv_dim, kv_dim), config.conv_width, config.activation)
+        self.in_proj = JointLinear(self.q_proj, self.k_proj, self.v_proj)
         self.config = config
         self.head_dim = head_dim
         self.q_norm = RMSNorm(head_dim) if config.qk_norm == "rms" else None
@@ -75,25 +78,47 @@ class SoftmaxMixer(Mixer):
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        state: SoftmaxState | None = None,
-        cu_seqlens: Tensor | None = None,
-        recurrent: bool = False,
+        self, x: Tensor, state: SoftmaxState | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, SoftmaxState]:
-        """`recurrent` is there for the mixers' common signature: attention over a cache has one form only."""
         config = self.config
-        *qkv, conv_state = self.project(x, None if state is None else state.conv, cu_seqlens)
-        q, k, v = (z.unflatten(-1, (-1, self.head_dim)) for z in qkv)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if config.rope:
-            positions = _positions(x.shape[1], 0 if state is None else state.keys.shape[1], cu_seqlens, x.device)
-            q, k = rotate(q, positions, config.rope_theta), rotate(k, positions, config.rope_theta)
+        projected = self.project(x, None if state is None else state.conv, cu_seqlens)
+        positions = _positions(x.shape[1], 0 if state is None else state.keys.shape[1], cu_seqlens, x.device)
+        q, k, v = self._heads(projected, positions)
         if state is not None:
             k, v = torch.cat([state.keys, k], dim=1), torch.cat([state.values, v], dim=1)
         o = kernels.softmax_attention(q, k, v, cu_seqlens=cu_seqlens, window=config.window, backend=config.backend)
-        return self.out_proj(o.flatten(-2)), SoftmaxState(k, v, conv_state)
+        return self.out_proj(o.flatten(-2)), SoftmaxState(k, v, projected.conv_state)
+
+    def new_cache(self, state: SoftmaxState, batch: int, capacity: int) -> SoftmaxState:
+        keys, values = (z.new_empty(batch, capacity, *z.shape[2:]) for z in (state.keys, state.values))
+        conv = None if state.conv is None else state.conv.new_empty(batch, *state.conv.shape[1:])
+        return SoftmaxState(keys, values, conv)
+
+    def fill_cache(self, cache: SoftmaxState, state: SoftmaxState, rows: Tensor, positions: Tensor) -> None:
+        cache.keys[rows, positions] = state.keys.flatten(0, 1)
+        cache.values[rows, positions] = state.values.flatten(0, 1)
+        if cache.conv is not None and state.conv is not None:
+            cache.conv.copy_(state.conv)
+
+    def decode(self, x: Tensor, cache: SoftmaxState, positions: Tensor) -> Tensor:
+        config = self.config
+        q, k, v = self._heads(self.project_in_place(x, cache.conv), positions)
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        cache.keys[rows, positions] = k
+        cache.values[rows, positions] = v
+        lengths = positions[:, -1] + 1
+        o = kernels.softmax_decode(q, cache.keys, cache.values, lengths, window=config.window, backend=config.backend)
+        return self.out_proj(o.flatten(-2))
+
+    def _heads(self, projected: Projected, positions: Tensor) -> list[Tensor]:
+        """q, k, v [B, T, heads, D], q and k normalised and rotated."""
+        q, k, v = (z.unflatten(-1, (-1, self.head_dim)) for z in (projected.q, projected.k, projected.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.rope:
+            theta = self.config.rope_theta
+            q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+        return [q, k, v]
 
     def mixing_flops_per_token(self, length: int) -> int:
         """4 · dim a pair of tokens, for scores and values. Without a window a token sees half of the length on average,

@@ -1,10 +1,12 @@
 """The small layers against their equations, and the dtypes that they keep."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from support import error
-from torch import nn
+from torch import Tensor, nn
 
 from kda_lm.layers import RMSNorm, ShortConvolution, SwiGLU, rotate
 
@@ -41,27 +43,38 @@ def test_swiglu() -> None:
     assert error(layer(x), (gate * gate.sigmoid() * up) @ layer.out_proj.weight.T) < 1e-14
 
 
+def convolve(layer: ShortConvolution, x: Tensor, *state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    parts, after = layer(x.split([2, 3], dim=-1), *state, **options)
+    return torch.cat(parts, dim=-1), after
+
+
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_short_convolution_is_torch_conv1d(width: int, activation: str | None) -> None:
+    """Of channels that come in parts."""
     layer = ShortConvolution(5, width, activation).double()
     x = torch.randn(2, 9, 5, dtype=torch.float64)
     expected = F.conv1d(F.pad(x.mT, (width - 1, 0)), layer.weight[:, None], groups=5).mT
-    y, state = layer(x)
+    y, state = convolve(layer, x)
     assert error(y, expected if activation is None else F.silu(expected)) < 1e-14
     assert state is not None and state.shape == (2, width - 1, 5)
     assert torch.equal(state, x[:, 10 - width :])
     for cut in (1, 2, 8):  # shorter than the taps too
-        first, state = layer(x[:, :cut])
-        second, _ = layer(x[:, cut:], state)
+        first, state = convolve(layer, x[:, :cut])
+        if width > 1:
+            with torch.no_grad():
+                second = layer.in_place(x[:, cut:], state)
+            assert torch.equal(state, x[:, 10 - width :])
+        else:
+            second, _ = convolve(layer, x[:, cut:], state)
         assert error(torch.cat([first, second], dim=1), y) < 1e-14
 
 
 def test_short_convolution_stays_within_documents() -> None:
     layer = ShortConvolution(5, 4, "silu").double()
     x = torch.randn(1, 10, 5, dtype=torch.float64)
-    y, state = layer(x, cu_seqlens=torch.tensor([0, 1, 3, 10]))
-    parts = [layer(piece) for piece in x.split([1, 2, 7], dim=1)]
+    y, state = convolve(layer, x, cu_seqlens=torch.tensor([0, 1, 3, 10]))
+    parts = [convolve(layer, piece) for piece in x.split([1, 2, 7], dim=1)]
     assert error(y, torch.cat([part for part, _ in parts], dim=1)) < 1e-14
     assert torch.equal(state, torch.cat([s for _, s in parts]))
 

@@ -25,6 +25,22 @@ def inputs(batch: int = 2, length: int = 20, dim: int = 16, seed: int = 0) -> Te
     return torch.randn(batch, length, dim, dtype=torch.float64, generator=generator)
 
 
+def whole(layer: Mixer, x: Tensor) -> Any:
+    """y and the state, chunkwise."""
+    return layer(x)
+
+
+@torch.no_grad()
+def token_by_token(layer: Mixer, x: Tensor) -> Any:
+    """The same, all but the first token by `decode`; x [B, T, dim]."""
+    first, state = layer(x[:, :1])
+    B, T, _ = x.shape
+    cache = layer.new_cache(state, B, T)
+    layer.fill_cache(cache, state, torch.arange(B), torch.zeros(B, dtype=torch.int64))
+    steps = [layer.decode(x[:, t : t + 1], cache, torch.full((B, 1), t)) for t in range(1, T)]
+    return torch.cat([first, *steps], dim=1), cache
+
+
 def set_weight(layer: nn.Linear, value: Tensor) -> None:
     layer.weight = nn.Parameter(value.to(layer.weight.dtype))
 
@@ -142,9 +158,9 @@ def test_grouped_value_heads_equal_repeated_key_heads(name: str) -> None:
         weights["conv.weight"] = torch.cat([repeat(q), repeat(k), v])
     plain.load_state_dict(weights)
     x = inputs(length=70)
-    for recurrent in (False, True):
-        y, state = grouped(x, recurrent=recurrent)
-        expected, expected_state = plain(x, recurrent=recurrent)
+    for form in (whole, token_by_token):
+        y, state = form(grouped, x)
+        expected, expected_state = form(plain, x)
         assert error(y, expected) < EXACT and y.isfinite().all()
         assert error(state.memory, expected_state.memory) < EXACT
         assert state.memory.shape[1] == 4
@@ -266,14 +282,14 @@ def by_hand(layer: RecurrentMixer, x: Tensor) -> Tensor:
             memory, total = x.new_zeros(size_k, size_v), x.new_zeros(size_k)
             for t in range(length):
                 if layer.decay is not None:
-                    raw = layer.decay(x)[b, t, h]
+                    raw = layer.decay(layer.decay.first(x))[b, t, h]
                     scales = layer.decay.timescale
                     bias = scales.dt_bias.double().view(heads, -1)[h]
                     g = -scales.A_log.double()[h].exp() * (1 + (raw + bias).exp()).log()
                     memory = g.exp()[:, None] * memory
                 u = v[b, t, h]
                 if layer.write is not None:
-                    beta = layer.write(x)[b, t, h].sigmoid() * (2 if config.allow_neg_eigval else 1)
+                    beta = layer.write(layer.write.first(x))[b, t, h].sigmoid() * (2 if config.allow_neg_eigval else 1)
                     u = beta * (u - memory.T @ k[b, t, h])
                 memory = memory + torch.outer(k[b, t, h], u)
                 total = total + k[b, t, h]
@@ -315,8 +331,8 @@ def test_the_equations(name: str, changes: dict[str, Any]) -> None:
         layer.output_gate.proj[1].bias.normal_()  # type: ignore[index, union-attr, operator]
     x = inputs(2, 12)
     expected = by_hand(layer, x)
-    for recurrent in (False, True):
-        assert error(layer(x, recurrent=recurrent)[0], expected) < 1e-8, recurrent
+    for form in (whole, token_by_token):
+        assert error(form(layer, x)[0], expected) < 1e-8, form
 
 
 def test_names_of_the_gates_in_a_checkpoint() -> None:
@@ -404,7 +420,7 @@ def test_backends_agree(name: str, backend: str) -> None:
     layer, other = mixer(name), mixer(name, backend=backend)
     x = inputs(1, 70)
     assert error(other(x)[0], layer(x)[0]) < EXACT
-    assert error(other(x, recurrent=True)[0], layer(x)[0]) < EXACT
+    assert error(token_by_token(other, x)[0], layer(x)[0]) < EXACT
 
 
 def test_gates_are_marked() -> None:

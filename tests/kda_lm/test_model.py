@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import PUBLISHED, error, mixer_options, small_options, tiny_lm
+from support import KINDS, PUBLISHED, error, mixer_options, small_options, tiny_lm, tokens
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from kda_lm.decoding import Decoder
 from kda_lm.errors import UserError
 from kda_lm.generation import SamplingConfig, generate
-from kda_lm.mixers import RecurrentState, SoftmaxState
+from kda_lm.mixers import SoftmaxState
 from kda_lm.mixers.gates import DecayParameters
 from kda_lm.model import LM, LMConfig
 
@@ -22,55 +23,14 @@ EXACT = 1e-10  # float64: rounding of some hundred operations, amplified by a fe
 FLOAT32 = 1e-5  # case C3
 BF16 = 0.05  # bf16 has 8 bits: 0.4 % a rounding, over 24 layers
 
-# Every published layer, and options that change what is carried from token to token.
-KINDS: dict[str, dict[str, Any]] = {
-    **{name: small_options(name) for name in PUBLISHED},
-    "softmax-conv-grouped": small_options("softmax", num_kv_heads=1, conv_width=4, activation="silu"),
-    "softmax-nope": small_options("softmax", rope=False, qk_norm="none"),
-    "linear-bare": small_options("linear", feature_map="none", normalize=False),
-    "linear-conv": small_options("linear", conv_width=3, activation="silu", feature_map="relu"),
-    "kda-grouped": small_options("kda", num_value_heads=4, expand_v=2.0, allow_neg_eigval=True),
-    "kda-additive": small_options("kda", rule="additive", conv_width=8),
-    "kda-conv1": small_options("kda", conv_width=1),
-    "gated-additive": small_options("gated_delta", rule="additive", num_value_heads=4),
-}
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(29, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def decode(model: LM, ids: Tensor, prefix: int) -> Tensor:
-    """Logits of the tokens from `prefix` − 1 on, [B, T − prefix + 1, vocab]: prefill, then a step a token."""
-    logits, state = model.prefill(ids[:, :prefix])
-    found = [logits]
-    for t in range(prefix, ids.shape[1]):
-        logits, state = model.step(ids[:, t], state)
-        found.append(logits)
-    return torch.stack(found, dim=1)
 
 
 def tensors(state: Any) -> list[Tensor]:
     return [x for layer in state for x in layer if x is not None]
 
 
-# ------------------------------------------------------------------------------ chunk, segments, steps
-
-
-@every_kind
-@torch.inference_mode()
-def test_decoding_equals_the_whole_pass(kind: str) -> None:
-    """Any prefix chunkwise, the rest token by token (C1, C3, C7)."""
-    model = tiny_lm(KINDS[kind], layers=2).double()
-    ids = tokens(2, 12)
-    whole, _ = model(ids)
-    for prefix in range(1, 12):
-        assert error(decode(model, ids, prefix), whole[:, prefix - 1 :]) < EXACT, prefix
-    ids = tokens(1, 131)  # beyond one chunk and beyond two
-    whole, _ = model(ids)
-    for prefix in (62, 128):
-        assert error(decode(model, ids, prefix), whole[:, prefix - 1 :]) < EXACT, prefix
+# ------------------------------------------------------------------------------ segments
 
 
 @every_kind
@@ -90,71 +50,25 @@ def test_segments_with_a_carried_state_equal_the_whole_pass(kind: str) -> None:
             assert error(a, b) < EXACT, cuts
 
 
-@pytest.mark.parametrize("kind", PUBLISHED)
-@torch.inference_mode()
-def test_24_layers_do_not_drift(kind: str) -> None:
-    """Prefill of T − 1 tokens and one step against the whole pass (C3)."""
-    ids = tokens(3, 5)
-    model = tiny_lm(KINDS[kind], layers=24)
-    whole = model(ids)[0][:, -1]
-    assert error(decode(model, ids, 4)[:, -1], whole) < FLOAT32
-    narrow = model.bfloat16()
-    assert error(decode(narrow, ids, 4)[:, -1], narrow(ids)[0][:, -1]) < BF16
-
-
-@pytest.mark.parametrize(
-    "kind, dtype, bound",
-    [("kda", torch.float32, 1e-4), ("kda", torch.bfloat16, BF16), ("gated_delta", torch.float32, 1e-4)],
-)
-@torch.inference_mode()
-def test_long_decoding_stays_with_the_whole_pass(kind: str, dtype: torch.dtype, bound: float) -> None:
-    """1,500 steps: the state is float32, finite, and no further from the chunkwise pass at the end (C9)."""
-    model = tiny_lm(small_options(kind), dim=16).to(dtype)
-    ids = tokens(1, 1500)
-    whole, _ = model(ids)
-    logits, state = model.prefill(ids[:, :1])
-    for t in range(1, 1500):
-        logits, state = model.step(ids[:, t], state)
-        if t % 500 == 499:
-            assert error(logits, whole[:, t]) < bound, t
-    layer = state[0]
-    assert isinstance(layer, RecurrentState)
-    assert layer.memory.dtype == torch.float32
-    assert all(x.isfinite().all() for x in tensors(state))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @every_kind
 @torch.inference_mode()
-def test_step_leaves_the_state_alone(kind: str, dtype: torch.dtype) -> None:
-    """One saved state continues twice, and prefill and step return the same layout and dtype (C8)."""
+def test_a_state_is_left_alone(kind: str, dtype: torch.dtype) -> None:
+    """One saved state continues twice; what comes back has its layout and dtypes, whatever the length (C8)."""
     model = tiny_lm(KINDS[kind]).to(dtype)
-    _, state = model.prefill(tokens(2, 5))
+    _, state = model(tokens(2, 5))
     before = [x.clone() for x in tensors(state)]
-    first, after = model.step(torch.tensor([3, 4]), state)
-    model.step(torch.tensor([5, 6]), state)
-    model.prefill(tokens(2, 9, seed=1), state)
-    again, _ = model.step(torch.tensor([3, 4]), state)
+    first, after = model(tokens(2, 1), state)
+    model(tokens(2, 9, seed=1), state)
+    again, _ = model(tokens(2, 1), state)
     assert torch.equal(first, again)
     assert all(torch.equal(a, b) for a, b in zip(tensors(state), before, strict=True))
     assert type(after[0]) is type(state[0])
     assert [x.dtype for x in tensors(after)] == [x.dtype for x in tensors(state)]
     assert [x.dim() for x in tensors(after)] == [x.dim() for x in tensors(state)]
-    growing = isinstance(state[0], SoftmaxState)
-    if not growing:
+    if not isinstance(state[0], SoftmaxState):
         assert [x.shape for x in tensors(after)] == [x.shape for x in tensors(state)]
     assert first.dtype == torch.promote_types(dtype, torch.float32)
-
-
-@every_kind
-@torch.inference_mode()
-def test_a_batch_equals_its_rows(kind: str) -> None:
-    model = tiny_lm(KINDS[kind], layers=2).double()
-    ids = tokens(4, 20)
-    whole, stepped = model(ids)[0], decode(model, ids, 7)
-    for i in range(4):
-        assert error(model(ids[i : i + 1])[0], whole[i : i + 1]) < EXACT
-        assert error(decode(model, ids[i : i + 1], 7), stepped[i : i + 1]) < EXACT
 
 
 @every_kind
@@ -347,7 +261,9 @@ def test_narrow_models_run(kind: str, dtype: torch.dtype) -> None:
     narrow, _ = model(ids)
     assert narrow.dtype == torch.float32 and narrow.isfinite().all()
     assert error(narrow, wide) < 0.1
-    assert error(decode(model, ids, 60), narrow[:, 59:]) < 0.1
+    decoder = Decoder(model, capacity=70)
+    decoder.prefill(ids[:, :60].tolist())
+    assert error(decoder.append(ids[:, 60:]), narrow[:, 60:]) < 0.1
 
 
 def test_the_seed_decides_the_weights() -> None:
@@ -390,14 +306,14 @@ def test_cost_of_a_window() -> None:
     assert narrow.memory_bytes(100, torch.float32) == wide.memory_bytes(20, torch.float32)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "softmax-window"])  # see `memory_bytes`
 @torch.inference_mode()
 def test_state_bytes_are_the_bytes_of_the_state(kind: str) -> None:
     """For float32 caches; for narrower ones the convolution and the keys and values shrink, the memory does not."""
     model = tiny_lm(KINDS[kind], layers=3)
     for dtype in (torch.float32, torch.bfloat16):
         for length in (1, 9):
-            _, state = model.to(dtype).prefill(tokens(1, length))
+            _, state = model.to(dtype)(tokens(1, length))
             actual = sum(x.numel() * x.element_size() for x in tensors(state))
             assert model.state_bytes(length, dtype) == actual, (dtype, length)
     assert model.state_bytes(5) == model.state_bytes(5, torch.bfloat16)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import PUBLISHED, compose_config, error, small_options, tiny_lm
+from support import PUBLISHED, compose_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,16 +33,3 @@ def test_training_on_the_gpu(
         exact = evaluate(compose_config("evaluate", ckpt, f"accelerator={device}", "precision=32-true"))
         assert exact.loss == pytest.approx(summary["val/loss"], rel=2e-2)
     assert resume("gpu", "trainer.max_steps=12")["steps"] == 12
-
-
-@pytest.mark.parametrize("kind", PUBLISHED)
-def test_decoding_on_the_gpu(kind: str) -> None:
-    """Prefill and steps give the logits of the whole sequence, in float32."""
-    model = tiny_lm(small_options(kind), dim=32, layers=2).cuda()
-    tokens = torch.randint(0, model.config.vocab_size, (3, 40), device="cuda")
-    with torch.inference_mode():
-        whole, _ = model(tokens)
-        logits, state = model.prefill(tokens[:, :25])
-        for t in range(25, 40):
-            assert error(logits, whole[:, t - 1]) < DECODING_ERROR
-            logits, state = model.step(tokens[:, t], state)
