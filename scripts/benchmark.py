@@ -1,4 +1,5 @@
-"""Measure the kernels on this machine, each op against float64, a peer and the bytes it must move.
+"""Measure the kernels on this machine, each op against float64, a peer and the bytes it must move; and training, which
+`python scripts/benchmark.py train --help` explains.
 
     python scripts/benchmark.py kernels                                  on a GPU against flash-linear-attention
     python scripts/benchmark.py kernels --device cpu                     against the token-by-token reference
@@ -36,7 +37,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script finds what lies beside it, not its own package
 
 import kernels
-from scripts.benchmarking import attention, fused, measure, tuning
+from kda_lm.errors import UserError
+from scripts.benchmarking import attention, fused, measure, peer_lm, train, tuning
 from scripts.benchmarking.cases import NAMES, Case, Contender, Shape, cases_of, fla, make_inputs, ours
 from scripts.benchmarking.run import Options, Run, UsageError
 
@@ -51,6 +53,7 @@ DTYPES = {
 OPS = (*NAMES.values(), attention.NAME, *fused.NAMES)
 GPU_SHAPES = "8x4096x16x128,32x2048x8x64,1x32768x16x128"
 CPU_SHAPES = "2x1024x4x64"
+MODEL_SIZES = "12x768,24x1024"
 GPU_DECODING = [Shape(256, 1, 16, 128), Shape(1, 1, 16, 128)]
 CPU_DECODING = [Shape(16, 1, 4, 64), Shape(1, 1, 4, 64)]
 
@@ -63,15 +66,23 @@ class Parser(argparse.ArgumentParser):
 
 def main() -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{kernels}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{kernels,train}")
     add_kernels(commands.add_parser("kernels", help="errors, times and memory of every op, beside a peer's"))
+    add_train(commands.add_parser("train", help="tokens/s, MFU and memory of training a model of every pattern"))
     add_cold(commands.add_parser("cold"))  # what `kernels` starts as fresh processes
     add_compile_peer(commands.add_parser("compile-peer"))
+    commands.add_parser("train-row").add_argument("trial")  # what `train` does
     arguments = parser.parse_args()
-    run = {"kernels": benchmark_kernels, "cold": cold, "compile-peer": compile_peer}[arguments.command]
+    run = {
+        "kernels": benchmark_kernels,
+        "train": benchmark_train,
+        "cold": cold,
+        "compile-peer": compile_peer,
+        "train-row": train_row,
+    }[arguments.command]
     try:
         return run(arguments)
-    except UsageError as error:
+    except (UsageError, UserError) as error:
         parser.error(str(error))
 
 
@@ -121,6 +132,36 @@ def benchmark_kernels(arguments: argparse.Namespace) -> int:
     return status
 
 
+def benchmark_train(arguments: argparse.Namespace) -> int:
+    given = dict(vars(arguments))
+    markdown, peer = given.pop("markdown"), given.pop("peer")
+    del given["command"]
+    device = read_device(given.pop("device"))
+    if "real" in arguments.data and arguments.vocab < train.BYTES:
+        raise UsageError(f"--vocab: got {arguments.vocab}, accepted with real data: {train.BYTES} (bytes) or more")
+    gpu, installed = measure.on_gpu(device), importlib.util.find_spec("fla") is not None
+    if peer == "fla" and not (gpu and installed):
+        why = "but fla is not installed" if gpu else "on a CPU"
+        raise UsageError(f"--peer: got 'fla' {why}; accepted: auto, none")
+    peer = "fla" if gpu and installed and peer != "none" else None
+    run = train.TrainRun(train.Options(**given, device=device, peer=peer, script=__file__))
+    status = run.start()
+    run.print_tables(markdown)
+    return status
+
+
+def train_row(arguments: argparse.Namespace) -> int:
+    """Print what a row measured, or why it could not, as a line of JSON."""
+    from scripts.benchmarking.train_row import measure_row  # here: Lightning takes seconds to import
+
+    try:
+        result = measure_row(train.Trial(**json.loads(arguments.trial)))
+    except Exception as error:  # memory, a compiler, a peer: the other rows go on
+        result = {"failed": measure.one_line(error)}
+    print(json.dumps(result))
+    return 0
+
+
 def add_kernels(command: argparse.ArgumentParser) -> None:
     switch = argparse.BooleanOptionalAction
     command.description = __doc__
@@ -160,6 +201,69 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", type=Path, metavar="FILE", help="write setting and rows there, after every row")
 
 
+def add_train(command: argparse.ArgumentParser) -> None:
+    switch = argparse.BooleanOptionalAction
+    command.description = train.__doc__
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_argument(
+        "--sizes",
+        type=read_sizes,
+        default=read_sizes(MODEL_SIZES),
+        metavar="LxD,…",
+        help=f"layers and width; default {MODEL_SIZES}",
+    )
+    command.add_argument(
+        "--patterns",
+        type=lambda text: read_ops(text, tuple(train.PATTERNS)),
+        default=list(train.PATTERNS),
+        metavar="P,…",
+        help=f"default {', '.join(train.PATTERNS)} (hybrid: kda, kda, kda, softmax)",
+    )
+    command.add_argument(
+        "--seq-lens",
+        type=lambda text: [positive(part) for part in text.split(",")],
+        default=[2048, 8192],
+        metavar="T,…",
+        help="tokens of a row; default 2048,8192",
+    )
+    command.add_argument(
+        "--data",
+        type=lambda text: read_ops(text, train.DATA),
+        default=["random"],
+        metavar="D,…",
+        help="random (default), real",
+    )
+    command.add_argument("--tokens-per-step", type=positive, default=32768, help="default 32768")
+    command.add_argument("--vocab", type=positive, default=32000, help="of the model; default 32000")
+    command.add_argument("--head-dim", type=positive, default=64, help="channels of every head; default 64")
+    command.add_argument("--steps", type=positive, default=20, help="measured; default 20")
+    command.add_argument("--warmup", type=positive, default=5, help="steps before them; default 5")
+    command.add_argument("--compile", action=switch, default=True, help="torch.compile our blocks (default)")
+    command.add_argument("--checkpoint-layers", action="store_true", help="run each layer again in the backward")
+    command.add_argument("--cold", action="store_true", help="empty compilers' caches for every row")
+    command.add_argument(
+        "--peer", default="auto", choices=("auto", "fla", "none"), help="auto: fla on a GPU where it is installed"
+    )
+    command.add_argument("--peer-compile", action="store_true", help="torch.compile the peer's layers, too")
+    command.add_argument(
+        "--peer-loss",
+        default=peer_lm.LOSSES[0],
+        choices=peer_lm.LOSSES,
+        help="over all logits (default), or fused with the head: less memory, but float32 products",
+    )
+    command.add_argument(
+        "--peer-ms", type=positive, metavar="MS", help="its autotuner gives each candidate (default its own, 125)"
+    )
+    command.add_argument("--device", help="cpu, cuda or cuda:N; default cuda if there is one")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--timeout", type=positive, default=1200, metavar="S", help="seconds a row; default 1200")
+    command.add_argument("--markdown", action="store_true", help="print the tables as Markdown as well")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write setting and rows there, after every row")
+    command.add_argument(
+        "overrides", nargs="*", metavar="OPTION=VALUE", help="as train.py takes them, over what the rows set"
+    )
+
+
 def add_cold(command: argparse.ArgumentParser) -> None:
     command.add_argument("--op", required=True, choices=tuple(NAMES.values()))
     command.add_argument("--in-kernel", action="store_true")
@@ -193,6 +297,13 @@ def read_shape(text: str) -> Shape:
 
 def read_shapes(text: str) -> list[Shape]:
     return [read_shape(part) for part in text.split(",")]
+
+
+def read_sizes(text: str) -> list[train.Size]:
+    try:
+        return [train.Size.parse(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def read_ops(text: str, accepted: tuple[str, ...] = tuple(NAMES.values())) -> list[str]:

@@ -28,6 +28,9 @@ SMALL = [
     "samples.max_new_tokens=3",
     "wandb=false",
 ]
+SMALL_TRAINING = ["--sizes", "2x64", "--seq-lens", "64", "--tokens-per-step", "64", "--vocab", "300", "--no-compile"]
+SMALL_TRAINING += ["--patterns", "linear", "--steps", "1", "--warmup", "1", "--device", "cpu"]
+SMALL_BENCHMARK = {"kernels": ["--shapes", "1x64x1x16"], "train": SMALL_TRAINING}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def test_python_commands(
     if script == "scripts/sample.py":
         arguments.append("max_new_tokens=3")
     if script == "scripts/benchmark.py":
-        arguments += ["--shapes", "1x64x1x16"]
+        arguments += SMALL_BENCHMARK[arguments[0]]
     try:
         call(monkeypatch, script, arguments)
     except SystemExit as end:

@@ -31,8 +31,7 @@ class Monitor(Callback):
 
     The loss is the mean over the steps since the log before, the gradient norm and the rate are the last step's.
     Tokens/s count those steps, the waiting for their data and the saving, not validation and samples. MFU = 3 · forward
-    FLOPs a token (see LM.flops_per_token) · tokens/s / peak, the peak being the data sheet's for a GPU that Lightning
-    knows, and a measured matrix product's otherwise.
+    FLOPs a token (see LM.flops_per_token) · tokens/s / peak, the peak being `peak_flops`.
     """
 
     def __init__(self, log_every: int, tokens_per_step: int, seq_len: int) -> None:
@@ -206,10 +205,20 @@ class Samples(Callback):
         (self.folder / name).write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
 
 
+# Dense bf16 operations a second by the driver's name; NVIDIA's data sheet prints twice as many, with sparsity.
+# Lightning's table has the H200 under names that no driver gives, and with the sparse figure.
+DENSE_BF16 = {"NVIDIA H200": 989.4e12}
+
+
 def peak_flops(device: torch.device, bf16: bool) -> float:
-    """Floating-point operations a second that `device` can do: the data sheet's, else a large matrix product's."""
+    """Floating-point operations a second that `device` can do, without sparsity: the data sheet's, from DENSE_BF16 or
+    Lightning's table, else a large matrix product's.
+    """
     dtype = torch.bfloat16 if bf16 else torch.float32
     if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        if bf16 and name in DENSE_BF16:
+            return DENSE_BF16[name]
         try:
             known = get_available_flops(device, dtype)
         except (ValueError, KeyError):  # a card that Lightning's table lacks

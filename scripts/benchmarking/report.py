@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -10,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# op, shape, floor_ms, "results": what was measured of each contender by name, "wrong": what is the matter with ours
+# op (of `train`: pattern), shape, "results": what was measured of each contender by name, "wrong": what is the matter
+# with ours; of kernels floor_ms, of training data
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]  # heading (two lines), cell
 
@@ -43,14 +45,19 @@ class Sheet:
 
 
 def show(console: Console, sheet: Sheet) -> None:
-    console.print(sheet.title, highlight=False, markup=False, soft_wrap=True)
+    say(console, sheet.title)
     console.print(sheet.table())
     for note in sheet.notes:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        say(console, note)
 
 
 def plain_console(terminal: bool) -> Console:
     return Console() if terminal else Console(width=WIDTH)
+
+
+def say(console: Console, line: str) -> None:
+    """A line as it is, however long."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -61,6 +68,14 @@ def number(value: float | None, unit: str = "") -> str:
         return str(value)
     digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
     return f"{value:,.{min(digits, 4)}f}{unit}"
+
+
+def whole(value: float | None) -> str:
+    return MISSING if value is None else f"{value:,.0f}"
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:.1f} %"
 
 
 def scientific(value: float | None) -> str:
@@ -106,40 +121,56 @@ def notes_of(rows: list[Row]) -> list[str]:
     return notes
 
 
+def add_of_each(
+    columns: list[Column], names: list[str], heading: str, key: str, form: Callable[[float | None], str]
+) -> None:
+    """A column of `key` for every contender."""
+    for name in names:
+        columns.append((f"{heading}\n{name}", lambda row, name=name: form(value_of(row, name, key))))  # type: ignore[misc]
+
+
 def timing_sheet(title: str, rows: list[Row], peer: str | None) -> Sheet:
-    names = ["ours"] + ([peer] if peer else [])
     columns: list[Column] = [("op", lambda row: row["op"])]
-
-    def of_each(heading: str, key: str, form: Callable[[float | None], str]) -> None:
-        for name in names:
-            columns.append((f"{heading}\n{name}", lambda row, name=name: form(value_of(row, name, key))))  # type: ignore[misc]
-
+    of_each = partial(add_of_each, columns, ["ours"] + ([peer] if peer else []))
     of_each("error", "error", scientific)
     for short, label in (("forward", "fwd ms"), ("both", "fwd+bwd ms")):
         of_each(label, f"{short}_ms", number)
         if peer:
             columns.append((f"{label}\nratio", ratio_cell(peer, f"{short}_ms")))
         columns.append((f"{label}\nfloor", floor_cell(short)))
-    of_each("extra MiB", "extra_mib", lambda value: MISSING if value is None else f"{value:,.0f}")
-    of_each("host µs", "host_us", lambda value: MISSING if value is None else f"{value:,.0f}")
+    of_each("extra MiB", "extra_mib", whole)
+    of_each("host µs", "host_us", whole)
     of_each("cold s", "cold_s", number)
     return build(title, rows, columns)
 
 
 def decode_sheet(title: str, rows: list[Row], peer: str | None) -> Sheet:
-    names = ["ours"] + ([peer] if peer else [])
     columns: list[Column] = [("op", lambda row: row["op"]), ("B", lambda row: row["shape"].split("x")[0])]
     for heading, key, form in (
         ("error", "error", scientific),
         ("ms", "step_ms", number),
         ("host µs", "host_us", number),
     ):
-        for name in names:
-            columns.append((f"{heading}\n{name}", lambda row, n=name, k=key, f=form: f(value_of(row, n, k))))  # type: ignore[misc]
+        add_of_each(columns, ["ours"] + ([peer] if peer else []), heading, key, form)
         if key == "step_ms":
             if peer:
                 columns.append(("ms\nratio", ratio_cell(peer, key)))
             columns.append(("ms\nfloor", floor_cell("step")))
+    return build(title, rows, columns)
+
+
+def training_sheet(title: str, rows: list[Row], peer: str | None) -> Sheet:
+    columns: list[Column] = [("pattern", lambda row: row["op"]), ("data", lambda row: row["data"])]
+    of_each = partial(add_of_each, columns, ["ours"] + ([peer] if peer else []))
+    of_each("tokens/s", "tokens_per_second", whole)
+    if peer:
+        columns.append(("tokens/s\nratio", ratio_cell(peer, "step_ms")))
+    columns.append(("MFU", lambda row: percent(value_of(row, "ours", "mfu"))))
+    of_each("step ms", "step_ms", number)
+    of_each("peak MiB", "peak_mib", whole)
+    of_each("activation MiB", "activation_mib", whole)
+    of_each("first step s", "first_step_s", number)
+    of_each("parameters", "parameters", whole)
     return build(title, rows, columns)
 
 

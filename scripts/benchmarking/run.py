@@ -27,6 +27,7 @@ from scripts.benchmarking.report import (
     failures,
     number,
     plain_console,
+    say,
     scientific,
     show,
     timing_sheet,
@@ -75,25 +76,46 @@ def version(*packages: str) -> str | None:
     return None
 
 
-def setting_of(options: Options, resolved: str) -> dict[str, Any]:
-    """What the numbers depend on beside the code."""
-    gpu = measure.on_gpu(options.device)
-    is_fla = options.peer is not None and options.peer.name == "fla"
+def machine(device: torch.device, peer: str | None) -> dict[str, Any]:
+    """What any numbers depend on beside the code and the command's options."""
+    gpu = measure.on_gpu(device)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(options.device) if gpu else f"cpu {platform.processor()}".strip(),
-        "backend": resolved,
-        "dtype": str(options.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if gpu else f"cpu {platform.processor()}".strip(),
         "torch": torch.__version__,
         "triton": version("triton"),
-        "fla": version("fla-core", "flash-linear-attention") if is_fla else None,
-        "peer_ms": options.peer_ms if is_fla else None,
+        "fla": version("fla-core", "flash-linear-attention") if peer == "fla" else None,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "seed": options.seed,
         "command": shlex.join(["python", *sys.argv]),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("TRITON_", "FLA_"))} or None,
     }
+
+
+def setting_of(options: Options, resolved: str) -> dict[str, Any]:
+    """What the numbers depend on beside the code."""
+    peer = options.peer.name if options.peer else None
+    return {
+        **machine(options.device, peer),
+        "backend": resolved,
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "peer_ms": options.peer_ms if peer == "fla" else None,
+        "seed": options.seed,
+    }
+
+
+def describe(setting: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in setting.items() if value is not None)
+
+
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Nothing without a path. Raises UsageError where it can't be written."""
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json: {error}") from None
 
 
 class Run:
@@ -117,7 +139,7 @@ class Run:
         """Measure everything, with a line a row; 1 if one of ours is wrong."""
         began = time.perf_counter()
         self.save()
-        self.say(", ".join(f"{name} {value}" for name, value in self.setting.items() if value is not None))
+        self.say(describe(self.setting))
         if self.gpu and not self.options.check_only:
             self.bandwidth = self.setting["copy_bytes_per_s"] = measure.copy_bandwidth(self.device)
             self.say(f"copy {self.bandwidth / 1e12:.2f} TB/s")
@@ -149,15 +171,10 @@ class Run:
         }
 
     def say(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, line)
 
     def save(self) -> None:
-        if self.options.json:
-            content = {**self.setting, **self.all_rows()}
-            try:
-                self.options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise UsageError(f"--json: {error}") from None
+        write_json(self.options.json, {**self.setting, **self.all_rows()})
 
     def finish(self, rows: list[Row], row: Row) -> None:
         """Judge, keep and tell of a row."""

@@ -28,7 +28,7 @@ from kda_lm.checkpoint import open_checkpoint, read_checkpoint
 from kda_lm.errors import UserError
 from kda_lm.model import LM
 from kda_lm.training import loggers
-from kda_lm.training.callbacks import Monitor, ProgressLine
+from kda_lm.training.callbacks import Monitor, ProgressLine, peak_flops
 from kda_lm.training.checkpoint import AtomicCheckpointIO
 from kda_lm.training.module import TrainingModule
 from kda_lm.training.optim import OptimConfig, group_options, lr_factor
@@ -510,3 +510,15 @@ def test_progress_of_other_ranks_is_silent(capsys: pytest.CaptureFixture[str]) -
     line.on_train_start(trainer, module)
     line.on_train_batch_end(trainer, module, {"train/loss": 1.5}, None, 0)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+def test_peak_of_the_data_sheet(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200 has an H100's arithmetic, whatever the driver calls it."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), bf16=True) == 989.4e12
+
+
+def test_peak_where_no_data_sheet_says() -> None:
+    """A matrix product's, measured: this machine does between a MFLOP/s and a PFLOP/s."""
+    assert 1e6 < peak_flops(torch.device("cpu"), bf16=True) < 1e15
