@@ -119,6 +119,13 @@ class Decoder:
         self._longest += tokens.shape[1]
         return self._decode(tokens)
 
+    @torch.inference_mode()
+    def pretend(self, length: int) -> None:
+        """Go on as if every row had so many tokens, whatever is in states and caches: for measuring."""
+        self._check_room(length)
+        self._lengths.fill_(length)
+        self._longest = length
+
     def _decode(self, tokens: Tensor) -> Tensor:
         T = tokens.shape[1]
         positions = self._lengths[:, None] + torch.arange(T, device=self.device)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a script finds what lies b
 
 import kernels
 from kda_lm.errors import UserError
-from scripts.benchmarking import attention, fused, measure, peer_lm, train, tuning
+from scripts.benchmarking import attention, decode, fused, measure, models, peer_lm, train, tuning
 from scripts.benchmarking.cases import NAMES, Case, Contender, Shape, cases_of, fla, make_inputs, ours
 from scripts.benchmarking.run import Options, Run, UsageError
 
@@ -66,9 +66,10 @@ class Parser(argparse.ArgumentParser):
 
 def main() -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{kernels,train}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{kernels,train,decode}")
     add_kernels(commands.add_parser("kernels", help="errors, times and memory of every op, beside a peer's"))
     add_train(commands.add_parser("train", help="tokens/s, MFU and memory of training a model of every pattern"))
+    add_decode(commands.add_parser("decode", help="what a token takes of a model of every pattern, beside the floor"))
     add_cold(commands.add_parser("cold"))  # what `kernels` starts as fresh processes
     add_compile_peer(commands.add_parser("compile-peer"))
     commands.add_parser("train-row").add_argument("trial")  # what `train` does
@@ -76,6 +77,7 @@ def main() -> int:
     run = {
         "kernels": benchmark_kernels,
         "train": benchmark_train,
+        "decode": benchmark_decode,
         "cold": cold,
         "compile-peer": compile_peer,
         "train-row": train_row,
@@ -137,14 +139,24 @@ def benchmark_train(arguments: argparse.Namespace) -> int:
     markdown, peer = given.pop("markdown"), given.pop("peer")
     del given["command"]
     device = read_device(given.pop("device"))
-    if "real" in arguments.data and arguments.vocab < train.BYTES:
-        raise UsageError(f"--vocab: got {arguments.vocab}, accepted with real data: {train.BYTES} (bytes) or more")
+    if "real" in arguments.data and arguments.vocab < models.BYTES:
+        raise UsageError(f"--vocab: got {arguments.vocab}, accepted with real data: {models.BYTES} (bytes) or more")
     gpu, installed = measure.on_gpu(device), importlib.util.find_spec("fla") is not None
     if peer == "fla" and not (gpu and installed):
         why = "but fla is not installed" if gpu else "on a CPU"
         raise UsageError(f"--peer: got 'fla' {why}; accepted: auto, none")
     peer = "fla" if gpu and installed and peer != "none" else None
     run = train.TrainRun(train.Options(**given, device=device, peer=peer, script=__file__))
+    status = run.start()
+    run.print_tables(markdown)
+    return status
+
+
+def benchmark_decode(arguments: argparse.Namespace) -> int:
+    given = dict(vars(arguments))
+    markdown = given.pop("markdown")
+    del given["command"]
+    run = decode.DecodeRun(decode.Options(**given | {"device": read_device(arguments.device)}))
     status = run.start()
     run.print_tables(markdown)
     return status
@@ -201,10 +213,8 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", type=Path, metavar="FILE", help="write setting and rows there, after every row")
 
 
-def add_train(command: argparse.ArgumentParser) -> None:
-    switch = argparse.BooleanOptionalAction
-    command.description = train.__doc__
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
+def add_models(command: argparse.ArgumentParser) -> None:
+    """What `train` and `decode` have in common."""
     command.add_argument(
         "--sizes",
         type=read_sizes,
@@ -214,14 +224,30 @@ def add_train(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--patterns",
-        type=lambda text: read_ops(text, tuple(train.PATTERNS)),
-        default=list(train.PATTERNS),
+        type=lambda text: read_ops(text, tuple(models.PATTERNS)),
+        default=list(models.PATTERNS),
         metavar="P,…",
-        help=f"default {', '.join(train.PATTERNS)} (hybrid: kda, kda, kda, softmax)",
+        help=f"default {', '.join(models.PATTERNS)} (hybrid: kda, kda, kda, softmax)",
     )
+    command.add_argument("--vocab", type=positive, default=32000, help="of the model; default 32000")
+    command.add_argument("--head-dim", type=positive, default=64, help="channels of every head; default 64")
+    command.add_argument("--device", help="cpu, cuda or cuda:N; default cuda if there is one")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--markdown", action="store_true", help="print the tables as Markdown as well")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write setting and rows there, after every row")
+    command.add_argument(
+        "overrides", nargs="*", metavar="OPTION=VALUE", help="as train.py takes them, over what the rows set"
+    )
+
+
+def add_train(command: argparse.ArgumentParser) -> None:
+    switch = argparse.BooleanOptionalAction
+    command.description = train.__doc__
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_models(command)
     command.add_argument(
         "--seq-lens",
-        type=lambda text: [positive(part) for part in text.split(",")],
+        type=read_numbers,
         default=[2048, 8192],
         metavar="T,…",
         help="tokens of a row; default 2048,8192",
@@ -234,8 +260,6 @@ def add_train(command: argparse.ArgumentParser) -> None:
         help="random (default), real",
     )
     command.add_argument("--tokens-per-step", type=positive, default=32768, help="default 32768")
-    command.add_argument("--vocab", type=positive, default=32000, help="of the model; default 32000")
-    command.add_argument("--head-dim", type=positive, default=64, help="channels of every head; default 64")
     command.add_argument("--steps", type=positive, default=20, help="measured; default 20")
     command.add_argument("--warmup", type=positive, default=5, help="steps before them; default 5")
     command.add_argument("--compile", action=switch, default=True, help="torch.compile our blocks (default)")
@@ -254,13 +278,20 @@ def add_train(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--peer-ms", type=positive, metavar="MS", help="its autotuner gives each candidate (default its own, 125)"
     )
-    command.add_argument("--device", help="cpu, cuda or cuda:N; default cuda if there is one")
-    command.add_argument("--seed", type=int, default=0)
     command.add_argument("--timeout", type=positive, default=1200, metavar="S", help="seconds a row; default 1200")
-    command.add_argument("--markdown", action="store_true", help="print the tables as Markdown as well")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write setting and rows there, after every row")
+
+
+def add_decode(command: argparse.ArgumentParser) -> None:
+    command.description = decode.__doc__
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_models(command)
+    command.add_argument("--batches", type=read_numbers, default=[1, 32, 256], metavar="B,…", help="default 1,32,256")
     command.add_argument(
-        "overrides", nargs="*", metavar="OPTION=VALUE", help="as train.py takes them, over what the rows set"
+        "--contexts",
+        type=read_numbers,
+        default=[1024, 8192, 32768, 131072],
+        metavar="T,…",
+        help="tokens before the measured ones, k for 1024; default 1k,8k,32k,128k",
     )
 
 
@@ -299,9 +330,9 @@ def read_shapes(text: str) -> list[Shape]:
     return [read_shape(part) for part in text.split(",")]
 
 
-def read_sizes(text: str) -> list[train.Size]:
+def read_sizes(text: str) -> list[models.Size]:
     try:
-        return [train.Size.parse(part) for part in text.split(",")]
+        return [models.Size.parse(part) for part in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -322,6 +353,11 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1 on")
     return int(text)
+
+
+def read_numbers(text: str) -> list[int]:
+    """Whole numbers, in units of 1024 where a k follows."""
+    return [positive(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in text.split(",")]
 
 
 def read_dtype(name: str | None, device: torch.device) -> torch.dtype:

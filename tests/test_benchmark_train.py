@@ -18,7 +18,8 @@ from support import ROOT
 from kda_lm.training.optim import OptimConfig, parameter_groups
 from scripts import benchmark
 from scripts.benchmarking import peer_lm, train, train_row
-from scripts.benchmarking.train import Options, Size, Trial, configure, mfu
+from scripts.benchmarking.models import PATTERNS, Size, build_lm
+from scripts.benchmarking.train import Options, Trial, configure, mfu
 
 TOY = ["--sizes", "2x64", "--seq-lens", "64", "--tokens-per-step", "128", "--steps", "2", "--warmup", "1"]
 TOY += ["--vocab", "300", "--device", "cpu", "--no-compile"]
@@ -178,8 +179,8 @@ def test_random_steps() -> None:
 
 def test_every_head_is_as_wide() -> None:
     """Gated DeltaNet's published layer has other head sizes; here all patterns have the same, and the same width."""
-    for pattern in train.PATTERNS:
-        for mixer in train.build_lm(configure(OPTIONS, Size(4, 64), pattern, 32)).layers():
+    for pattern in PATTERNS:
+        for mixer in build_lm(configure(OPTIONS, Size(4, 64), pattern, 32)).layers():
             assert mixer.sizes == (64, 64, 64) and mixer.config.num_heads == 2
 
 
@@ -187,7 +188,7 @@ def test_blocks_compile_whole() -> None:
     """As training compiles them, under autocast, each run again in the backward: once for all, no graph breaks."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    model = train.build_lm(configure(OPTIONS, Size(2, 64), "linear", 32)).train()
+    model = build_lm(configure(OPTIONS, Size(2, 64), "linear", 32)).train()
     model.checkpoint_layers = True
     model.compile_blocks(backend="aot_eager", fullgraph=True)
     tokens = torch.randint(300, (2, 40))

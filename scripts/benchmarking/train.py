@@ -43,46 +43,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 
-from kda_lm.config import plain, read_config
+from kda_lm.config import read_config
 from kda_lm.device import resolve_precision
-from kda_lm.model import LM, LMConfig
-from kda_lm.runs import CONFIGS
 from kda_lm.training.config import TrainerConfig
+from scripts.benchmarking.models import Size, build_lm, compose_model
 from scripts.benchmarking.report import Row, failures, number, percent, plain_console, say, show, training_sheet, whole
 from scripts.benchmarking.run import Result, UsageError, describe, machine, version, write_json
 
-MIXERS = ("softmax", "kda", "gated_delta", "delta", "linear")
-PATTERNS = {
-    "softmax": ["softmax"],
-    "kda": ["kda"],
-    "hybrid": ["kda", "kda", "kda", "softmax"],
-    "gated_delta": ["gated_delta"],
-    "delta": ["delta"],
-    "linear": ["linear"],
-}
 DATA = ("random", "real")
-BYTES = 257  # the byte tokenizer's vocabulary
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model: layers and width."""
-
-    layers: int
-    dim: int
-
-    def __str__(self) -> str:
-        return f"{self.layers}x{self.dim}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Size":
-        parts = text.split("x")
-        if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-            raise ValueError(f"got {text!r}, accepted: LAYERSxWIDTH, such as 12x768")
-        return cls(*map(int, parts))
 
 
 @dataclass(frozen=True)
@@ -134,17 +103,9 @@ def configure(options: Options, size: Size, pattern: str, seq_len: int) -> dict[
 
     Raises UsageError or UserError: sizes that don't divide, or what the overrides say cannot be.
     """
-    if size.dim % options.head_dim:
-        raise UsageError(f"--head-dim: got {options.head_dim}, accepted: a divisor of the width, {size.dim}")
     if options.tokens_per_step % seq_len:
         raise UsageError(f"--tokens-per-step: got {options.tokens_per_step}, accepted: a multiple of T = {seq_len}")
     words = [
-        f"model.pattern=[{','.join(PATTERNS[pattern])}]",
-        f"model.num_layers={size.layers}",
-        f"model.dim={size.dim}",
-        *(f"mixers.{mixer}.num_heads={size.dim // options.head_dim}" for mixer in MIXERS),
-        *(f"mixers.{mixer}.expand_{of}=1" for mixer in MIXERS if mixer != "softmax" for of in "kv"),
-        *(["data=sotu_bytes"] if options.vocab == BYTES else [f"data.vocab_size={options.vocab}"]),
         f"data.seq_len={seq_len}",
         f"trainer.batch_size={options.tokens_per_step // seq_len}",
         f"trainer.max_steps={options.warmup + options.steps}",
@@ -154,19 +115,10 @@ def configure(options: Options, size: Size, pattern: str, seq_len: int) -> dict[
         f"seed={options.seed}",
         *options.overrides,
     ]
-    try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = plain(compose("train", overrides=words))
-    except HydraException as error:
-        raise UsageError(str(error).splitlines()[0]) from None
-    composed["model"]["vocab_size"] = options.vocab
+    composed = compose_model(size, pattern, options.head_dim, options.vocab, words)
     if composed["trainer"]["devices"] != 1:
         raise UsageError(f"trainer.devices: got {composed['trainer']['devices']}, accepted: 1")
     return composed
-
-
-def build_lm(options: dict[str, Any]) -> LM:
-    return LM(read_config(LMConfig, options["model"], "model"), options["mixers"])
 
 
 def mfu(flops_per_token: int, tokens_per_second: float, peak: float) -> float:

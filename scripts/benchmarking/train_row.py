@@ -21,8 +21,9 @@ from kda_lm.training.config import TrainerConfig
 from kda_lm.training.module import TrainingModule
 from kda_lm.training.optim import OptimConfig
 from scripts.benchmarking import measure, peer_lm, tuning
+from scripts.benchmarking.models import build_lm
 from scripts.benchmarking.run import Result
-from scripts.benchmarking.train import Trial, build_lm
+from scripts.benchmarking.train import Trial
 
 
 class RandomSteps(Dataset[list[Batch]]):
