@@ -2,9 +2,9 @@
 
 A pattern of one recurrent kind, with softmax layers or without, is that kind's model; softmax alone is the Transformer.
 Layers, width, heads, MLP, vocabulary and the tied embedding are ours, and the options those meant to be fastest: fused
-norms, MLP and loss, and KDA's bounded gate, which ours doesn't need. What stays different: fla convolves
-q, k and v one by one, has a norm after linear attention, none of q and k in a hybrid's softmax layers, and no target
-for the last token of a row.
+norms, MLP and loss, and KDA's bounded gate, which ours doesn't need. What stays different: fla convolves q, k and v one
+by one, has a norm after linear attention, none of q and k in a hybrid's softmax layers, and no target for the last
+token of a row.
 
 Of its fused losses, "logits" keeps all logits; "linear" computes the head's gradient from a chunk of them at a time,
 and so takes less memory, but does so in float32 products where the weights are float32, as under autocast.
