@@ -129,20 +129,20 @@ class MuonAdamW(torch.optim.AdamW):
             if parameter.grad is not None:
                 by_shape[parameter.shape].append(parameter)
         for shape, parameters in by_shape.items():  # matrices of one shape are orthogonalised together
-            gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
-            buffers = []
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                state = self.state[parameter]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            states = [self.state[parameter] for parameter in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                     state["step"] = torch.tensor(0.0)  # AdamW expects one in every state that it loads
                 state["step"] += 1
-                buffers.append(state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"]))
-            updates = orthogonalise(gradients.lerp(torch.stack(buffers), group["momentum"]))
+            buffers = [state["momentum_buffer"] for state in states]
+            torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+            updates = orthogonalise(torch.stack(gradients).lerp(torch.stack(buffers), group["momentum"]))
+            weights: list[Tensor] = list(parameters)
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             scale = 0.2 * math.sqrt(max(shape))
-            for parameter, update in zip(parameters, updates, strict=True):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * scale)
+            torch._foreach_add_(weights, updates.to(weights[0].dtype).unbind(), alpha=-group["lr"] * scale)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
