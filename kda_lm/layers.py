@@ -4,7 +4,7 @@ All take and return [B, T, ...]; norms and rotations compute in float32. They ke
 autocast what a norm returns is of autocast's: it goes into products.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -123,14 +123,30 @@ class ShortConvolution(nn.Module):
         return y
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): channel pairs (i, i + D/2) turned by positions · theta^(−2i/D).
+class Float32(nn.Module):
+    """Keeps its parameters and buffers in the dtype that they have: `.to(dtype)`, `.half()` and the like only move
+    them."""
 
-    x [B, T, H, D] with D even, positions [T] or [B, T].
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32":
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+
+class Rotary(Float32):
+    """Rotary position embedding (Su et al. 2021) of heads of D channels, D even, behind an RMS norm if there is one:
+    channel pairs (i, i + D/2) are turned by position · theta^(−2i/D). Bfloat16 angles would be off by whole turns.
     """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions.to(torch.float32)[..., None, None] * frequencies  # [(B,) T, 1, D/2]
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).split(half, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+    def __init__(self, dim: int, theta: float) -> None:
+        super().__init__()
+        frequencies = theta ** (-torch.arange(dim // 2, dtype=torch.float32) / (dim // 2))
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor, norm: RMSNorm | None = None, backend: str = "auto") -> Tensor:
+        """x [B, T, H, D], positions [T] or [B, T] → [B, T, H, D]."""
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return kernels.rotary(x, positions, self.frequencies, weight, eps, backend)

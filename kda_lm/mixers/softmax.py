@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kda_lm.layers import JointLinear, RMSNorm, rotate
+from kda_lm.layers import JointLinear, RMSNorm, Rotary
 from kda_lm.mixers.base import Mixer, Projected
 
 
@@ -75,6 +75,7 @@ class SoftmaxMixer(Mixer):
         self.head_dim = head_dim
         self.q_norm = RMSNorm(head_dim) if config.qk_norm == "rms" else None
         self.k_norm = RMSNorm(head_dim) if config.qk_norm == "rms" else None
+        self.rotary = Rotary(head_dim, config.rope_theta) if config.rope else None
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(
@@ -113,11 +114,11 @@ class SoftmaxMixer(Mixer):
     def _heads(self, projected: Projected, positions: Tensor) -> list[Tensor]:
         """q, k, v [B, T, heads, D], q and k normalised and rotated."""
         q, k, v = (z.unflatten(-1, (-1, self.head_dim)) for z in (projected.q, projected.k, projected.v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.config.rope:
-            theta = self.config.rope_theta
-            q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+        backend = self.config.backend
+        if self.rotary is not None:
+            q, k = (self.rotary(x, positions, norm, backend) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+        elif self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, backend), self.k_norm(k, backend)
         return [q, k, v]
 
     def mixing_flops_per_token(self, length: int) -> int:

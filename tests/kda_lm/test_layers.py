@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support import error
 from torch import Tensor, nn
 
-from kda_lm.layers import RMSNorm, ShortConvolution, SwiGLU, rotate
+from kda_lm.layers import RMSNorm, Rotary, ShortConvolution, SwiGLU
 
 BF16 = 2**-8  # one rounding
 
@@ -79,23 +79,18 @@ def test_short_convolution_stays_within_documents() -> None:
     assert torch.equal(state, torch.cat([s for _, s in parts]))
 
 
-def test_rotation() -> None:
-    """Pairs (i, i + D/2) turn by position · theta^(−2i/D): lengths stay, position 0 stays, turns add."""
-    x = torch.randn(1, 6, 2, 8, dtype=torch.float64)
-    places = torch.arange(6)
-    y = rotate(x, places, 100.0)
-    for i in range(4):
-        angle = places.double() * 100.0 ** (-2 * i / 8)
-        turned = torch.complex(x[..., i], x[..., i + 4]) * torch.polar(torch.ones(6).double(), angle)[None, :, None]
-        assert error(y[..., i], turned.real) < 1e-6 and error(y[..., i + 4], turned.imag) < 1e-6
-    assert torch.equal(y[:, 0], x[:, 0])
-    assert error(y.norm(dim=-1), x.norm(dim=-1)) < 1e-6
-    assert error(rotate(y, torch.full((6,), 3), 100.0), rotate(x, places + 3, 100.0)) < 1e-6
-
-
-def test_rotation_keeps_the_dtype_and_turns_in_float32() -> None:
+def test_rotation_turns_in_float32_whatever_the_dtype() -> None:
     """At position 4,096 bf16 angles would be off by many turns."""
-    x = torch.randn(1, 1, 1, 64).bfloat16()
-    y = rotate(x, torch.tensor([4096]), 10000.0)
-    assert y.dtype == torch.bfloat16
-    assert error(y, rotate(x.double(), torch.tensor([4096]), 10000.0)) < BF16
+    layer = Rotary(64, 10000.0)
+    x, place = torch.randn(1, 1, 1, 64).bfloat16(), torch.tensor([4096])
+    exact = layer(x.double(), place)
+    y = layer.bfloat16()(x, place)
+    assert layer.frequencies.dtype == torch.float32 and not layer.state_dict()
+    assert y.dtype == torch.bfloat16 and error(y, exact) < BF16
+
+
+def test_rotation_behind_a_norm() -> None:
+    norm = RMSNorm(8)
+    nn.init.normal_(norm.weight)
+    layer, x, places = Rotary(8, 100.0), torch.randn(2, 6, 3, 8), torch.arange(6)
+    assert error(layer(x, places, norm), layer(norm(x), places)) < 1e-6

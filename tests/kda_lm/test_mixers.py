@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support import error, mixer_options, small_options
 from torch import Tensor, nn
 
-from kda_lm.layers import rotate
+from kda_lm.layers import Rotary
 from kda_lm.mixers import Gate, Mixer, RecurrentMixer, SoftmaxMixer, build_mixer
 
 EXACT = 1e-10
@@ -230,19 +230,19 @@ def test_without_positions_the_past_is_a_set(rope: bool) -> None:
 def test_rope_knows_distances_only() -> None:
     """Scores depend on differences of places, and a token's place counts what the cache holds."""
     layer = mixer("softmax", qk_norm="none")
-    x = inputs(1, 10)
+    x, rotate = inputs(1, 10), Rotary(8, 10000.0)
     q, k = (F.linear(x, p.weight).unflatten(-1, (2, 8)) for p in (layer.q_proj, layer.k_proj))
 
     def scores(offset: int) -> Tensor:
         places = torch.arange(offset, offset + 10)
-        return torch.einsum("bthd,bshd->bhts", rotate(q, places, 10000.0), rotate(k, places, 10000.0))
+        return torch.einsum("bthd,bshd->bhts", rotate(q, places), rotate(k, places))
 
     assert error(scores(50), scores(0)) < 1e-5  # angles are float32
     assert error(scores(0), torch.einsum("bthd,bshd->bhts", q, k)) > 0.1
     _, state = layer(inputs(1, 50, seed=1))
     _, after = layer(x, state)
     assert after.keys.shape[1] == 60
-    assert error(after.keys[:, 50:], rotate(k, torch.arange(50, 60), 10000.0)) < 1e-6
+    assert error(after.keys[:, 50:], rotate(k, torch.arange(50, 60))) < 1e-6
 
 
 @pytest.mark.parametrize("name, on", [("softmax", "rms"), ("kda", "l2"), ("linear", "l2")])

@@ -17,6 +17,7 @@ FILES = (
     "test_recurrent_triton.py",
     "test_attention_triton.py",
     "test_fused_triton.py",
+    "test_rotary_triton.py",
 )
 ACTIVE = os.environ.get("TRITON_INTERPRET") == "1"
 MISSING = importlib.util.find_spec("triton") is None

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.gpu.cross_entropy import linear_cross_entropy
 from kernels.gpu.norm import norm as norm_of
+from kernels.gpu.rotary import rotary
 from kernels.gpu.short_conv import short_conv
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -51,6 +52,19 @@ def norm(N: int, dtype: torch.dtype, gated: bool) -> None:
         both(lambda x, weight: [norm_of(x, None, weight, 1e-6, True, dtype)], x, weight)
 
 
+def turn(D: int, T: int, dtype: torch.dtype, norm: bool) -> None:
+    x, weight, positions, turns = (
+        torch.zeros(1, T, 3, D, dtype=dtype),
+        torch.zeros(D),
+        torch.arange(T),
+        torch.zeros(D // 2),
+    )
+    if norm:
+        both(lambda x, weight: [rotary(x, positions, turns, weight, 1e-6)], x, weight)
+    else:
+        both(lambda x: [rotary(x, positions, turns, None, 1e-6)], x)
+
+
 def loss(vocab: int, dtype: torch.dtype) -> None:
     x, weight = torch.zeros(4, 16, dtype=dtype), torch.zeros(vocab, 16, dtype=dtype)
     both(lambda *leaves: [linear_cross_entropy(*leaves, torch.zeros(4, dtype=torch.int64), -100, 0.1)], x, weight)
@@ -66,6 +80,9 @@ OPERATIONS = {
     "norm-1024-bf16": (norm, 1024, BFLOAT16, False),
     "norm-8192-fp32": (norm, 8192, FLOAT32, True),
     "norm-8191": (norm, 8191, BFLOAT16, True),
+    "rotary-64-bf16": (turn, 64, 2048, BFLOAT16, True),
+    "rotary-96-bf16": (turn, 96, 1, BFLOAT16, True),
+    "rotary-256-fp32": (turn, 256, 33, FLOAT32, False),
     "loss-32000-bf16": (loss, 32000, BFLOAT16),
     "loss-50257-fp32": (loss, 50257, FLOAT32),
 }

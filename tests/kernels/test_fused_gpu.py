@@ -6,13 +6,14 @@ from typing import Any
 import fused_checks as checks
 import gpu_checks
 import pytest
+import rotary_checks
 import torch
 from gpu_checks import BFLOAT16, DEVICE, FLOAT16, FLOAT32, give_memory_back  # noqa: F401 for every test here
 from recurrence_cases import Inputs, assert_close, error
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels import gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution
+from kernels import gated_rms_norm, linear_cross_entropy, rms_norm, rotary, short_convolution
 
 pytestmark = gpu_checks.required
 
@@ -188,6 +189,31 @@ def test_loss_keeps_a_chunk_of_logits() -> None:
     assert torch.cuda.max_memory_allocated() - before < 1e9
 
 
+# Rotary positions
+
+
+def placed_positions(T: int, B: int | None = None) -> Tensor:
+    return rotary_checks.places(T, B).to(DEVICE)
+
+
+@dtypes
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("B", "T", "H", "D"), [(3, 1000, 12, 64), (4, 1, 5, 96), (2, 65, 3, 256), (1, 3, 1, 2)])
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_rotary_matches_complex_numbers(dtype: torch.dtype, norm: bool, B: int, T: int, H: int, D: int) -> None:
+    inputs = placed(rotary_checks.make_inputs(B, T, H, D, norm))
+    if dtype == FLOAT16:  # whose range ends before that of the shortest rows' gradients
+        inputs["x"] = inputs["x"].clamp(min=-100, max=100) + 0.01
+    for positions in (placed_positions(T), placed_positions(T, B)):
+        rotary_checks.assert_exact(inputs, positions, dtype, LIMITS[dtype], "triton")
+
+
+def test_rotary_takes_any_strides() -> None:
+    for T in (1, 70):
+        inputs = placed(rotary_checks.make_inputs(3, T, 12, 64, True, BFLOAT16))
+        rotary_checks.assert_strides_do_not_matter(inputs, placed_positions(T, 3))
+
+
 # All of them
 
 
@@ -197,6 +223,8 @@ def calls() -> dict[str, tuple[Any, list[Tensor]]]:
     norm = placed(checks.norm_inputs(300, 3, 96, dtype=BFLOAT16))
     loss = placed(checks.loss_inputs(3000, 64, 1000, BFLOAT16))
     targets = loss.pop("targets")
+    heads, positions = placed(rotary_checks.make_inputs(2, 300, 3, 96, True, BFLOAT16)), placed_positions(300)
+    turns = rotary_checks.frequencies(96, DEVICE)
 
     def convolve(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor) -> tuple[Tensor, ...]:
         y, last = short_convolution(x, weight, bias, "silu", state, True, backend="triton")
@@ -207,11 +235,12 @@ def calls() -> dict[str, tuple[Any, list[Tensor]]]:
         "conv": (convolve, list(conv.values())),
         "norm": (lambda x, weight: (rms_norm(x, weight, backend="triton"),), [norm["x"], norm["weight"]]),
         "gated norm": (lambda *xs: (gated_rms_norm(*xs, backend="triton"),), list(norm.values())),
+        "rotary": (lambda x, weight: (rotary(x, positions, turns, weight, backend="triton"),), list(heads.values())),
         "loss": (lambda x, w: (linear_cross_entropy(x, w, targets, backend="triton"),), list(loss.values())),
     }
 
 
-OPS = ("conv", "norm", "gated norm", "loss")
+OPS = ("conv", "norm", "gated norm", "rotary", "loss")
 
 
 def results(function: Any, tensors: list[Tensor]) -> list[Tensor]:
