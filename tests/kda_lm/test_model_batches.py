@@ -31,12 +31,25 @@ def test_float32_is_float32(kind: str) -> None:
 @kinds
 @pytest.mark.parametrize("length", [1, 2, 32, 64])
 def test_short_sequences_train(kind: str, length: int) -> None:
-    """In training mode, no longer than a chunk, as the token-by-token recurrence does (B2)."""
+    """In training mode, no longer than a chunk: with the gradients of the token-by-token recurrence, and by these the
+    loss changes as it does (B2)."""
     model, reference = (tiny_lm(small_options(kind, backend=name), layers=2).double() for name in ("auto", "reference"))
     ids, targets = checks.tokens(model, 2, length), checks.tokens(model, 2, length, seed=1)
     out, ref = (checks.results(x.train(), ids, targets) for x in (model, reference))
     for name, gradient in ref.items():  # of what one token cannot reach, such as a decay, there is none
         assert (out[name] - gradient).norm() <= EXACT * max(1.0, float(gradient.norm())), name
+    rng, step = torch.Generator().manual_seed(2), 1e-6
+    wide = {name: p for name, p in model.named_parameters() if p.dtype == torch.float64}  # time scales are float32
+    directions = {name: torch.randn(p.shape, generator=rng, dtype=p.dtype) for name, p in wide.items()}
+    losses = []
+    for sign in (1, -1):
+        for name, parameter in wide.items():
+            parameter.data += sign * step * directions[name]
+        losses.append(float(model.loss(ids, targets)[0].detach()))
+        for name, parameter in wide.items():
+            parameter.data -= sign * step * directions[name]
+    slope = sum(float((out[name] * x).sum()) for name, x in directions.items())
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(slope, rel=1e-6)
 
 
 @kinds
