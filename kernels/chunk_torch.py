@@ -158,9 +158,12 @@ class _DecayedProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, decay: Tensor, k: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         """decay, k and the rows [n, C, K] → K ⊙ e^(G_C − G), e^(G_C), the rows ⊙ e^G, the products of the rows."""
-        ctx.save_for_backward(decay, k, *rows)
+        # Not named in the signature: without gradients torch.compile takes ctx away where tensors are as many as the
+        # parameters that it counts, and breaks the graph.
+        ctx.save_for_backward(*tensors)
+        decay, k, *rows = tensors
         products = [k.new_zeros(*k.shape[:2], k.shape[1]) for _ in rows]
         for x, product in zip(rows, products, strict=True):
             product.diagonal(0, 1, 2).copy_((x * k).sum(2))

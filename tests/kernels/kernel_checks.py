@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from recurrence_cases import Inputs, make_inputs
+from recurrence_cases import Inputs, error, make_inputs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -44,7 +44,7 @@ def weights(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def results(form: Form, inputs: Inputs, d_o: Tensor, d_state: Tensor | None = None, **options: Any) -> Inputs:
     """o, state and the gradient of every input."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    o, state = form(**leaves, output_final_state=True, backend="triton", **options)
+    o, state = form(**leaves, output_final_state=True, **{"backend": "triton", **options})
     assert state is not None
     outputs, gradients = ([o], [d_o.to(o.dtype)]) if d_state is None else ([o, state], [d_o.to(o.dtype), d_state])
     grads = torch.autograd.grad(outputs, list(leaves.values()), gradients)
@@ -172,6 +172,39 @@ def split(inputs: Inputs, pieces: list[tuple[Form, int]], **options: Any) -> tup
         outputs.append(o)
     assert start == inputs["q"].shape[1]
     return torch.cat(outputs, dim=1), state
+
+
+def assert_long_decoding(
+    steps: int, dtype: torch.dtype, device: str, backend: str, rule: str, decay: str, normalize: bool, limit: float
+) -> None:
+    """So many tokens one by one from a large state: the state stays float32 and exact to it, outputs are finite and at
+    the end as close as `limit`, what they are rounded to. Before its factor, or its denominator, an output would leave
+    float16's range."""
+    inputs = make_inputs(rule, decay, steps, B=1, H=2, HV=4, K=32, V=16)
+    inputs["initial_state"] *= 6e4
+    if normalize:  # positive keys add up to a denominator of 400 a step
+        inputs |= {name: 20.0 * inputs[name].abs() for name in ("q", "k")}
+        inputs["initial_state"] = inputs["initial_state"].new_zeros(1, 4, 32, 17)
+    inputs = placed(inputs, device, dtype)
+    state: Tensor = inputs.pop("initial_state")
+    exact = {name: x.double() for name, x in inputs.items()} | {"initial_state": state.double()}
+    given: dict[str, Any] = {"rule": rule, "decay": decay, "normalize": normalize, "output_final_state": True}
+    outputs = []
+    with torch.no_grad():
+        for t in range(steps):
+            step = at(inputs, slice(t, t + 1))
+            o, after = fused_recurrent(**step, initial_state=state, **given, backend=backend)
+            assert after is not None and after.dtype == torch.float32
+            state = after
+            outputs.append(o)
+        ref_o, ref_state = chunk(**exact, **given, backend="torch")
+    o = torch.cat(outputs, dim=1)
+    assert ref_state is not None and o.dtype == dtype and o.isfinite().all()
+    if not normalize and dtype == torch.float16:
+        assert ref_o.abs().max() * 32**0.5 > torch.finfo(dtype).max
+    for part in (slice(None), slice(steps - steps // 10, None)):
+        assert error(o[:, part], ref_o[:, part]) <= limit
+    assert error(state, ref_state) <= 1e-5  # of 8,000 roundings of float32, where nothing fades
 
 
 PIECES: list[tuple[Form, int]] = [(fused_recurrent, 3), (chunk, 37), (fused_recurrent, 1), (chunk, 24), (chunk, 5)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import attention_cases as cases
 import gpu_checks
+import packed_checks
 import pytest
 import torch
 from attention_cases import (
@@ -72,7 +73,11 @@ def test_torch_on_the_gpu() -> None:
 @dtypes
 @pytest.mark.parametrize("D", [16, 32, 48, 64, 72, 96, 128, 192, 256])
 def test_widths(D: int, dtype: torch.dtype) -> None:
-    check(make(200, D=D, dtype=dtype))
+    """The same bits four times, with NaN in new memory: nothing beyond a head's width counts."""
+    inputs = make(200, D=D, dtype=dtype)
+    first, *others = (check(inputs) for _ in range(4))
+    for other in others:
+        cases.assert_same(other, first)
 
 
 @pytest.mark.parametrize("T", [*range(1, 9), 63, 64, 65, 127, 128, 129, 1334])
@@ -153,7 +158,7 @@ def test_mixed_dtypes() -> None:
 def test_same_bits_every_time(dtype: torch.dtype, options: dict[str, Any]) -> None:
     inputs = make(600, B=8, D=128, dtype=dtype)
     first = results(inputs, **options)
-    for _ in range(10):
+    for _ in range(19):
         cases.assert_same(results(inputs, **options), first)
 
 
@@ -169,6 +174,23 @@ def test_future_never_changes_the_past(dtype: torch.dtype, window: int | None, D
 @dtypes
 def test_rows_of_a_batch_do_not_meet(dtype: torch.dtype) -> None:
     cases.assert_rows_do_not_meet(make(136, B=3, dtype=dtype))
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 9])
+def test_packed_sequences_do_not_meet(dtype: torch.dtype, window: int | None) -> None:
+    packed_checks.assert_attention_does_not_meet(dtype, DEVICE, D=64, window=window)
+
+
+def test_float32_is_not_asked_of_torch() -> None:
+    """The setting that lets torch's own products be TF32 changes no bit of the kernels'."""
+    inputs = make(256, dtype=FLOAT32)
+    exact, before = check(inputs), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        cases.assert_same(results(inputs, scale=None), exact)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_strides_do_not_matter() -> None:
@@ -246,7 +268,7 @@ LENGTHS = [1, 1000, 4096, 64, 65, 0]
 
 
 @dtypes
-@pytest.mark.parametrize("D", [16, 64, 72, 128, 256])
+@pytest.mark.parametrize("D", [16, 48, 64, 72, 96, 128, 256])
 @pytest.mark.parametrize("T", [1, 4])
 def test_decode(dtype: torch.dtype, D: int, T: int) -> None:
     """Ragged lengths, and NaN in what is not used of the cache."""
@@ -257,6 +279,29 @@ def test_decode(dtype: torch.dtype, D: int, T: int) -> None:
 @pytest.mark.parametrize("T", [1, 40])
 def test_decode_with_a_window(window: int, T: int) -> None:
     check_decode(*make_cache(LENGTHS, T, 4096, **DECODE), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 2000])
+def test_decode_of_a_long_cache(window: int | None) -> None:
+    """More than 65,536 positions, all of them valid in one row."""
+    check_decode(*make_cache([65_537, 40_000], 1, 65_537, **DECODE), window=window)
+
+
+def test_decode_of_many_elements() -> None:
+    """More than 2³¹ elements of the cache: the second row is as it is alone, and its last positions count."""
+    B, S, H, D = 2, 600_000, 16, 128
+    assert B * S * H * D > 2**31
+    if torch.cuda.mem_get_info()[0] < 32 * 2**30:
+        pytest.skip("needs 32 GiB of free memory on the GPU")
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    q = torch.randn(B, 1, H, D, generator=rng, device=DEVICE, dtype=BFLOAT16)
+    k, v = (torch.randn(B, S, H, D, generator=rng, device=DEVICE, dtype=BFLOAT16) for _ in range(2))
+    lengths = torch.tensor([S, S], device=DEVICE)
+    o = softmax_decode(q, k, v, lengths)
+    assert o.isfinite().all() and torch.equal(o[1:], softmax_decode(q[1:], k[1:], v[1:], lengths[1:]))
+    last = softmax_decode(q, k, v, lengths, window=100)
+    few = (x[:, -100:].contiguous() for x in (k, v))
+    assert error(last, softmax_decode(q, *few, torch.tensor([100, 100], device=DEVICE))) < LIMITS[BFLOAT16][0]
 
 
 def test_decode_heads() -> None:
@@ -364,7 +409,7 @@ def tile_cases() -> list[Any]:
 
 @pytest.mark.parametrize("case", tile_cases())
 def test_every_tile_configuration(case: tuple[str, torch.dtype, int, Any]) -> None:
-    """Against float64, and the same bits twice."""
+    """Against float64, and the same bits twenty times."""
     from kernels.gpu.attention.tiles import forced
 
     _, dtype, D, tiles = case
@@ -372,5 +417,6 @@ def test_every_tile_configuration(case: tuple[str, torch.dtype, int, Any]) -> No
         for T in (300, 384):  # the last block ends early, or is full like the others: compiled without masks
             inputs = make(T, D=D, dtype=dtype)
             first = check(inputs)
-            cases.assert_same(results(inputs, scale=None), first)
+            for _ in range(19):
+                cases.assert_same(results(inputs, scale=None), first)
         check(make(300, D=D, dtype=dtype), window=130)

@@ -19,6 +19,7 @@ from torch import Tensor
 interpreter.required()
 
 import bfloat16  # noqa: E402
+import packed_checks  # noqa: E402
 
 from kernels import softmax_attention, softmax_decode  # noqa: E402
 from kernels.gpu.attention.decode import launch, part_of  # noqa: E402
@@ -177,6 +178,10 @@ def test_future_never_changes_the_past(window: int | None) -> None:
 
 def test_rows_of_a_batch_do_not_meet() -> None:
     cases.assert_rows_do_not_meet(make(33, B=2, D=8))
+
+
+def test_packed_sequences_do_not_meet() -> None:
+    packed_checks.assert_attention_does_not_meet(torch.float32, cuts=packed_checks.SHORT)
 
 
 def test_strides_do_not_matter() -> None:

@@ -1,5 +1,6 @@
 """reference × chunk × recurrent, over the six cells: forward, every gradient, every way to cut the sequence."""
 
+import kernel_checks as checks
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,13 +110,30 @@ def test_future_never_changes_the_past(form: kernels.ops.Function, rule: str, de
 
 
 @cells
-def test_rows_of_a_batch_do_not_meet(rule: str, decay: str) -> None:
-    inputs = make_inputs(rule, decay, 70, B=1, K=16, V=16, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, FLOAT32_ERROR), (torch.bfloat16, BFLOAT16_ERROR)], ids=str
+)
+def test_rows_of_a_batch_do_not_meet(rule: str, decay: str, dtype: torch.dtype, limit: float) -> None:
+    """Eight copies are one another to the bit, and the row alone but for rounding; gradients included."""
+    inputs = checks.placed(make_inputs(rule, decay, 70, B=1, K=16, V=16), "cpu", dtype)
     copies = {name: x.repeat(8, *[1] * (x.dim() - 1)) for name, x in inputs.items()}
-    alone, _ = chunk(**inputs, rule=rule, decay=decay)
-    together, _ = chunk(**copies, rule=rule, decay=decay)
-    assert torch.equal(together, together[:1].expand_as(together))
-    assert error(together[:1], alone) <= FLOAT32_ERROR
+    for form, T in ((chunk, 70), (fused_recurrent, 5)):
+        alone, together = (
+            checks.results(form, x, *checks.weights(x), rule=rule, decay=decay, backend="torch")
+            for x in (checks.at(inputs, slice(T)), checks.at(copies, slice(T)))
+        )
+        for name, x in together.items():
+            assert torch.equal(x, x[:1].expand_as(x)), name
+            assert error(x[:1], alone[name]) <= limit, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "decay", "normalize"), [*((*cell, False) for cell in CELLS), ("additive", "none", True)]
+)
+def test_long_decoding(rule: str, decay: str, normalize: bool, dtype: torch.dtype) -> None:
+    """test_recurrent_gpu.py has 8,000 steps."""
+    checks.assert_long_decoding(500, dtype, "cpu", "torch", rule, decay, normalize, BFLOAT16_ERROR)
 
 
 @cells

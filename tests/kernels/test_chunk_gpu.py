@@ -8,6 +8,7 @@ from typing import Any
 
 import gpu_checks
 import kernel_checks as checks
+import packed_checks
 import pytest
 import torch
 from gpu_checks import (
@@ -28,7 +29,7 @@ from gpu_checks import (
     reference,
     triton,
 )
-from recurrence_cases import CELLS, GATED, GATES, error, evaluate, make_inputs, make_raw, raw_options
+from recurrence_cases import CELLS, GATED, GATES, Inputs, error, evaluate, make_inputs, make_raw, raw_options
 from torch import Tensor
 
 from kernels import chunk, fused_recurrent, resolve_backend
@@ -78,7 +79,7 @@ def test_matches_float64(rule: str, decay: str, dtype: torch.dtype) -> None:
     check(make(rule, decay, 500, dtype), rule, decay, dtype)
 
 
-WIDTHS = [(16, 16), (48, 96), (72, 128), (128, 128), (128, 256), (256, 256), (256, 64)]
+WIDTHS = [(16, 16), (48, 96), (72, 72), (96, 48), (72, 128), (128, 128), (128, 256), (256, 256), (256, 64)]
 
 
 @kinds
@@ -88,7 +89,12 @@ WIDTHS = [(16, 16), (48, 96), (72, 128), (128, 128), (128, 256), (256, 256), (25
     ids=str,
 )
 def test_widths(rule: str, decay: str, dtype: torch.dtype, K: int, V: int) -> None:
-    check(make(rule, decay, 130, dtype, K=K, V=V), rule, decay, dtype)
+    """Against float64, and the same bits four times, with NaN in new memory: nothing beyond a head's width counts."""
+    inputs = make(rule, decay, 130, dtype, K=K, V=V)
+    check(inputs, rule, decay, dtype)
+    first, *others = (triton(inputs, rule, decay) for _ in range(4))
+    for other in others:
+        checks.assert_same(other, first)
 
 
 @kinds
@@ -100,10 +106,12 @@ def test_lengths(rule: str, decay: str, T: int) -> None:
 
 @kinds
 def test_a_long_sequence(rule: str, decay: str) -> None:
-    """More than 65,536 tokens. In float64 torch in chunks is the reference, which in Python takes minutes."""
+    """More than 65,536 tokens, in either form. In float64 torch in chunks is the reference, which in Python takes
+    minutes."""
     inputs = make(rule, decay, 65_537, K=16, V=16)
     ref = reference(inputs, rule, decay, backend="torch")
-    assert_within(triton(inputs, rule, decay), ref, BFLOAT16)
+    for form in (chunk, fused_recurrent):
+        assert_within(triton(inputs, rule, decay, form), ref, BFLOAT16)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +229,27 @@ def test_rows_of_a_batch_do_not_meet(rule: str, decay: str, dtype: torch.dtype) 
         checks.assert_rows_do_not_meet(form, make(rule, decay, T, dtype, B=4), rule=rule, decay=decay)
 
 
+@cells
+@dtypes
+def test_packed_sequences_do_not_meet(rule: str, decay: str, dtype: torch.dtype) -> None:
+    for form, cuts in ((chunk, packed_checks.LONG), (fused_recurrent, packed_checks.SHORT)):
+        packed_checks.assert_recurrences_do_not_meet(form, rule, decay, dtype, DEVICE, cuts=cuts, K=64, V=64)
+
+
+@kinds
+def test_float32_is_not_asked_of_torch(rule: str, decay: str) -> None:
+    """The setting that lets torch's own products be TF32 changes no bit of the kernels'."""
+    inputs = make(rule, decay, 256, FLOAT32)
+    exact = triton(inputs, rule, decay)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        checks.assert_same(triton(inputs, rule, decay), exact)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert_within(exact, reference(inputs, rule, decay), FLOAT32)
+
+
 @kinds
 def test_strides_do_not_matter(rule: str, decay: str) -> None:
     inputs = checks.placed(make_raw(rule, decay, 100, **{**SIZES, "B": 2}), DEVICE, BFLOAT16)
@@ -325,11 +354,40 @@ def test_many_elements() -> None:
         del inputs, o, alone
 
 
+@kinds
+def test_gradients_of_many_elements(rule: str, decay: str) -> None:
+    """The same beyond 2³¹ elements backwards: every gradient of the second row is what it is alone."""
+    B, T, H, D = 2, 600_000, 16, 128
+    if DEVICE == "cuda" and torch.cuda.mem_get_info()[0] < 125 * 2**30:
+        pytest.skip("needs 125 GiB of free memory on the GPU")
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    names = {"q": (H, D), "k": (H, D), "v": (H, D)} | ({"beta": (H,)} if rule == "delta" else {})
+    names |= {} if decay == "none" else {"g": (H, D) if decay == "channel" else (H,)}
+    inputs = {x: torch.randn(B, T, *y, generator=rng, device=DEVICE, dtype=BFLOAT16) for x, y in names.items()}
+    if decay != "none":
+        inputs["A_log"] = torch.zeros(H, device=DEVICE)
+    options: dict[str, Any] = {"rule": rule, "decay": decay, "backend": "triton", **raw_options(inputs)}
+
+    def gradients(tensors: Inputs) -> list[Tensor]:
+        leaves = {name: x.detach().requires_grad_(name != "A_log") for name, x in tensors.items()}
+        o, _ = chunk(**leaves, **options)
+        return list(torch.autograd.grad(o, [x for x in leaves.values() if x.requires_grad], leaves["v"].detach()))
+
+    together, alone = gradients(inputs), gradients(checks.rows(inputs, slice(1, 2)))
+    for both, one in zip(together, alone, strict=True):
+        for start in range(0, T, 100_000):
+            at = slice(start, start + 100_000)
+            assert one[0, at].isfinite().all() and torch.equal(both[1, at], one[0, at])
+
+
 # Around the operators
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize(("rule", "decay", "packed"), [("delta", "channel", False), ("delta", "scalar", True)])
+@pytest.mark.parametrize(
+    ("rule", "decay", "packed"),
+    [("delta", "channel", False), ("delta", "scalar", True), ("additive", "none", False)],
+)
 def test_compiles_without_a_graph_break(rule: str, decay: str, packed: bool, mode: str) -> None:
     """Two steps on different inputs: results of the first are not the second's (buffers of CUDA graphs)."""
     options: dict[str, Any] = {"rule": rule, "decay": decay, "backend": "triton", "output_final_state": True}
@@ -384,7 +442,7 @@ def tile_cases() -> list[Any]:
 
 @pytest.mark.parametrize("case", tile_cases())
 def test_every_tile_configuration(case: tuple[bool, int, int, str, str, Any]) -> None:
-    """Against float64, and the same bits twice."""
+    """Against float64, and the same bits twenty times."""
     from kernels.gpu.recurrence.tiles import forced
 
     float32, K, V, rule, decay, tiles = case
@@ -392,6 +450,7 @@ def test_every_tile_configuration(case: tuple[bool, int, int, str, str, Any]) ->
     for T in (300, 320):  # the last chunk ends early, or is full like the others: compiled without masks
         inputs = make(rule, decay, T, dtype, K=K, V=V)
         with forced(tiles):
-            first, second = (triton(inputs, rule, decay) for _ in range(2))
-        checks.assert_same(second, first)
+            first, *others = (triton(inputs, rule, decay) for _ in range(20))
+        for other in others:
+            checks.assert_same(other, first)
         assert_within(first, reference(inputs, rule, decay), dtype)

@@ -16,6 +16,7 @@ interpreter.required()
 
 import bfloat16  # noqa: E402
 import fused_checks as checks  # noqa: E402
+import packed_checks  # noqa: E402
 
 from kernels import gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution  # noqa: E402
 from kernels.gpu import cross_entropy, short_conv  # noqa: E402
@@ -85,6 +86,11 @@ def test_conv_sequences_alone_are_the_same_bits() -> None:
         pieces.append(y)
     assert last is not None and state is not None
     assert torch.equal(torch.cat(pieces, dim=1), whole) and torch.equal(state, last)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_conv_packed_sequences_do_not_meet() -> None:
+    packed_checks.assert_convolutions_do_not_meet(FLOAT32, cuts=packed_checks.SHORT)
 
 
 @pytest.mark.usefixtures("short_segments")

@@ -31,6 +31,7 @@ interpreter.required()
 
 import bfloat16  # noqa: E402
 import kernel_checks as checks  # noqa: E402
+import packed_checks  # noqa: E402
 from gpu_checks import assert_within, reference  # noqa: E402
 
 from kernels import chunk, chunk_kda, fused_recurrent, fused_recurrent_kda, resolve_backend  # noqa: E402
@@ -292,6 +293,12 @@ def test_split_with_carried_state(rule: str, decay: str) -> None:
 @kinds
 def test_rows_of_a_batch_do_not_meet(rule: str, decay: str) -> None:
     checks.assert_rows_do_not_meet(chunk, make(rule, decay, 17, B=2), rule=rule, decay=decay)
+
+
+def test_packed_sequences_do_not_meet() -> None:
+    """With norm, gate and sigmoid in the kernels; test_chunk_gpu.py has the other cells."""
+    sizes: dict[str, Any] = {"HV": 1, "cuts": packed_checks.SHORT, "options_in_kernel": (True,)}
+    packed_checks.assert_recurrences_do_not_meet(chunk, "delta", "channel", torch.float32, **sizes)
 
 
 @kinds
