@@ -49,9 +49,7 @@ def rotary(
     if positions.shape not in ((T,), (B, T)):
         raise ValueError(f"positions: got shape {list(positions.shape)}, accepted: [T] or [B, T], here T = {T}")
     if positions.device != x.device:
-        raise ValueError(
-            f"positions: got a tensor on {positions.device}, accepted: {x.device}, like the first argument"
-        )
+        raise ValueError(f"positions: got a tensor on {positions.device}, accepted: {x.device}, as x is")
     check_tensor("frequencies", frequencies, "D/2", (D // 2,), x, torch.float32)
     if weight is not None:
         check_tensor("weight", weight, "D", (D,), x)

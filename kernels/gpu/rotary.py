@@ -189,9 +189,8 @@ def _sizes(x: Tensor, positions: Tensor) -> tuple[tuple[int, int], int, dict[str
 def _start(
     tensors: Sequence[Tensor | None], period: int, strides: Sequence[int], constants: dict[str, int]
 ) -> Launcher:
-    x = tensors[0]
-    assert x is not None
-    return launcher("rotary", x.device, types(*tensors), numbers(period, *strides), *constants.values())
+    device = None if tensors[0] is None else tensors[0].device
+    return launcher("rotary", device, types(*tensors), numbers(period, *strides), *constants.values())
 
 
 def _forward(x: Tensor, positions: Tensor, frequencies: Tensor, weight: Tensor | None, eps: float) -> Tensor:

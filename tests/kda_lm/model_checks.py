@@ -10,6 +10,7 @@ import torch
 from support import error
 from torch import Tensor
 
+from kda_lm.decoding import Decoder
 from kda_lm.mixers import RecurrentState
 from kda_lm.model import LM, LMState
 
@@ -44,11 +45,9 @@ def assert_within(out: Results, ref: Results, limit: float) -> None:
 
 def decode(model: LM, ids: Tensor, prefix: int) -> Tensor:
     """Logits of the tokens from `prefix` − 1 on, [B, T − prefix + 1, vocab]: prefill, then a step a token."""
-    logits, state = model.prefill(ids[:, :prefix])
-    found = [logits]
-    for t in range(prefix, ids.shape[1]):
-        logits, state = model.step(ids[:, t], state)
-        found.append(logits)
+    decoder = Decoder(model, capacity=ids.shape[1])
+    found = [decoder.prefill(ids[:, :prefix].tolist())]
+    found += [decoder.step(ids[:, t]).clone() for t in range(prefix, ids.shape[1])]
     return torch.stack(found, dim=1)
 
 
@@ -127,14 +126,14 @@ def embedded(model: LM) -> Iterator[list[Tensor]]:
 
 @torch.inference_mode()
 def assert_states_are_the_callers(model: LM) -> None:
-    """One saved state continues twice, by steps and by segments, and stays as it was (C8)."""
-    _, state = model.prefill(tokens(model, 2, 5))
+    """One saved state continues twice, by a token and by a segment, and stays as it was (C8)."""
+    _, state = model(tokens(model, 2, 5))
     before = [x.clone() for x in tensors(state)]
     ids = tokens(model, 2, 9, seed=1)
     outputs = []
     for _ in range(2):
-        first, after = model.step(ids[:, 0], state)
-        second, later = model.prefill(ids, state)
+        first, after = model(ids[:, :1], state)
+        second, later = model(ids, state)
         outputs.append([first, second, *tensors(after), *tensors(later)])
         for found in (after, later):
             assert [type(x) for x in found] == [type(x) for x in state]

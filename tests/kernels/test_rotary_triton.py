@@ -73,6 +73,6 @@ def test_compiles_without_graph_breaks() -> None:
 def test_what_it_leaves_to_torch() -> None:
     turns, positions = checks.frequencies(4), torch.arange(3)
     x = torch.ones(1, 3, 1, 4, dtype=torch.float64)
-    with pytest.raises(ValueError, match="backend: got 'triton' for D = 4 in torch.float64, accepted: D ≤ 256"):
+    with pytest.raises(ValueError, match=r"backend: got 'triton' for D = 4 in torch\.float64, accepted: D ≤ 256"):
         rotary(x, positions, turns, backend="triton")
     assert torch.equal(rotary(x, positions, turns), rotary(x, positions, turns, backend="torch"))
