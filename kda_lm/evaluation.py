@@ -20,25 +20,34 @@ from kda_lm.model import LM
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
-    """Options of scripts/evaluate.py; see configs/evaluate.yaml."""
+class TextConfig:
+    """Which checkpoint, over which text, where, and where to: what everything in scripts/evaluate.py asks for."""
 
     ckpt: str | None = None
     text: str | tuple[str, ...] | None = None
     text_key: str = "text"
     tokenizer: str | None = None
-    seq_len: int | None = None
-    batch_size: int = 8
     accelerator: Accelerator = "auto"
     precision: Precision = "auto"
     json: str | None = None
     cache_dir: str = "~/.cache/kda_lm"
 
     def __post_init__(self) -> None:
+        resolve_device(self.accelerator)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(TextConfig):
+    """Options of scripts/evaluate.py; see configs/evaluate.yaml."""
+
+    seq_len: int | None = None
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("seq_len", "batch_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it takes at least 1")
-        resolve_device(self.accelerator)
 
 
 @dataclass(frozen=True)

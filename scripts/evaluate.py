@@ -1,6 +1,15 @@
-"""Score a checkpoint: loss, perplexity and bits per byte. `--help` shows the options (configs/evaluate.yaml)."""
+"""Score a checkpoint, or see whether it gives one answer whichever way it is computed.
 
+    python scripts/evaluate.py ckpt=…            loss, perplexity and bits per byte     configs/evaluate.yaml
+    python scripts/evaluate.py parity ckpt=…     prefill, decoding, splits, batches     configs/parity.yaml
+
+Each shows its options with `--help`.
+"""
+
+import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -8,29 +17,29 @@ from rich.console import Console
 from rich.progress import track
 
 from data import DataConfig, DataModule
-from kda_lm.checkpoint import open_checkpoint
+from kda_lm.checkpoint import Checkpoint, open_checkpoint
 from kda_lm.cli import one_line_errors, print_table, quiet_libraries, required_path
 from kda_lm.config import plain, read_config
-from kda_lm.device import arithmetic, resolve_device
+from kda_lm.device import Precision, arithmetic, resolve_device
 from kda_lm.errors import UserError
-from kda_lm.evaluation import EvaluationConfig, Score, evaluate
+from kda_lm.evaluation import EvaluationConfig, Score, TextConfig, evaluate
+from kda_lm.parity import Parity, ParityConfig, compare, places
 from kda_lm.runs import CONFIGS, absolute_paths, from_launch_dir, write_json
 
 
-def run(options: DictConfig) -> Score:
-    """Evaluate as configs/evaluate.yaml says, print the table, and return the score."""
-    config = read_config(EvaluationConfig, plain(options), "evaluate")
+def open_text(config: TextConfig, seq_len: int | None, batch_size: int) -> tuple[Path, Checkpoint, DataModule]:
+    """The checkpoint, and its validation text or the one that is given, in batches of windows."""
     device = resolve_device(config.accelerator)
     path = required_path("ckpt", config.ckpt)
     tokenizer = None if config.tokenizer is None else from_launch_dir(config.tokenizer)
     checkpoint = open_checkpoint(path, device, tokenizer)
 
-    data_options = {**checkpoint.data, "val_batch_size": config.batch_size, "max_val_windows": None}
+    data_options = {**checkpoint.data, "val_batch_size": batch_size, "max_val_windows": None}
     if config.text is not None:
         text = absolute_paths({"files": config.text})["files"]
         data_options.update(corpus="text", files=text, val_files=text, text_key=config.text_key)
-    if config.seq_len is not None:
-        data_options["seq_len"] = config.seq_len
+    if seq_len is not None:
+        data_options["seq_len"] = seq_len
     data_options["cache_dir"] = str(from_launch_dir(config.cache_dir))
     data = DataModule(
         read_config(DataConfig, data_options, "data"),
@@ -42,6 +51,14 @@ def run(options: DictConfig) -> Score:
     )
     if config.text is None and config.tokenizer is None and data.val.manifest.key != checkpoint.text[1]:
         raise UserError("the text that this checkpoint was trained on has changed since; say what to score with text=…")
+    return path, checkpoint, data
+
+
+def run(options: DictConfig) -> Score:
+    """Evaluate as configs/evaluate.yaml says, print the table, and return the score."""
+    config = read_config(EvaluationConfig, plain(options), "evaluate")
+    device = resolve_device(config.accelerator)
+    path, checkpoint, data = open_text(config, config.seq_len, config.batch_size)
     with arithmetic(config.precision, device):
         console = Console(stderr=True)
         batches = track(
@@ -63,11 +80,58 @@ def run(options: DictConfig) -> Score:
     return score
 
 
-@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="evaluate")
-def main(options: DictConfig) -> None:
-    quiet_libraries()
+def run_parity(options: DictConfig) -> list[Parity]:
+    """Compare as configs/parity.yaml says, print what was found, and return it.
+
+    Raises UserError: a difference beyond its bound, after everything was printed.
+    """
+    config = read_config(ParityConfig, plain(options), "parity")
+    device = resolve_device(config.accelerator)
+    path, checkpoint, data = open_text(config, config.length, config.batch_size)
+    tokens = next(iter(data.val_dataloader()))["tokens"].view(-1, config.length).to(device)
+    if len(tokens) < 2:
+        raise UserError(f"the text has one window of {config.length} tokens only: shorten length= or give text=")
+    both: list[Precision] = ["32-true", "bf16-mixed"]
+    chosen = [config.precision] if config.precision != "auto" else both[: 1 if device.type == "cpu" else 2]
+    splits = places(config.length, config.splits)
+    found = [compare(checkpoint.model, tokens, splits, config.steps, precision) for precision in chosen]
+    batch = f"{len(tokens)} rows of {config.length} tokens, split at {', '.join(map(str, splits))}"
+    print_table("parity", {"checkpoint": f"{path}, step {checkpoint.step:,}", "texts": batch})
+    for parity in found:
+        rows = {
+            way.way: f"{way.error:.1e}, a logit by {way.absolute:.1e}" + (f" ({way.where})" if way.error else "")
+            for way in parity.differences
+        }
+        bound = f"{parity.bound:.1e}"
+        if parity.distance is not None:
+            bound += f" = twice the distance of bf16 from float32, {parity.distance:.1e}"
+        print_table(f"{parity.precision}: largest error of a position", {**rows, "bound": bound})
+    if config.json is not None:
+        about = {"checkpoint": str(path), "step": checkpoint.step, "rows": len(tokens), "splits": splits}
+        write_json(from_launch_dir(config.json), {**about, "parity": [asdict(parity) for parity in found]})
+    broken = [f"{parity.precision}, {way.way}: {way.error:.1e}" for parity in found for way in parity.broken]
+    if broken:
+        raise UserError(f"not one answer whichever way it is computed: {'; '.join(broken)}")
+    return found
+
+
+COMMANDS: dict[str, Callable[[DictConfig], object]] = {"evaluate": run, "parity": run_parity}  # by their configurations
+
+
+def main() -> None:
+    command = "evaluate"
     with one_line_errors():
-        run(options)
+        if len(sys.argv) > 1 and "=" not in sys.argv[1] and not sys.argv[1].startswith("-"):
+            command = sys.argv.pop(1)
+            if command not in COMMANDS:
+                raise UserError(f"unknown command '{command}'; commands are {', '.join(COMMANDS)}")
+
+    def start(options: DictConfig) -> None:
+        quiet_libraries()
+        with one_line_errors():
+            COMMANDS[command](options)
+
+    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=command)(start)()
 
 
 if __name__ == "__main__":
