@@ -11,6 +11,7 @@ bf16      at most 2·d, where d is the largest distance, so measured, of the one
           for, and so they are at most about 2·d from one another.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class Difference:
     def add(self, logits: Tensor, reference: Tensor, where: str) -> None:
         """Both [..., positions, vocab]."""
         error = float(position_errors(logits, reference).max())
-        if not error <= self.error:  # NaN, too
+        if not (error <= self.error or math.isnan(self.error)):  # NaN is the largest, and stays
             self.error, self.where = error, where
         self.absolute = max(self.absolute, float((logits - reference).abs().max()))
 

@@ -69,9 +69,8 @@ def wrong_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrong_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row depends on how many there are."""
     right = LM.embed
-    monkeypatch.setattr(
-        LM, "embed", lambda self, ids: right(self, ids) + 0.1 * torch.ones(16).cumsum(0) * (len(ids) < 4)
-    )
+    some = 0.1 * torch.arange(16)
+    monkeypatch.setattr(LM, "embed", lambda self, ids: right(self, ids) + some * (len(ids) < 4))
 
 
 def lost_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +105,7 @@ def test_what_each_way_finds(fault: Any, ways: set[str], monkeypatch: pytest.Mon
 def test_what_is_no_number_is_beyond_any_bound() -> None:
     found = parity.Difference("some way")
     found.add(torch.tensor([[1.0, float("nan")]]), torch.ones(1, 2), "here")
+    found.add(torch.ones(1, 2), torch.ones(1, 2), "there")
     assert found.where == "here"
     assert parity.Parity("32-true", None, 1.0, [found]).broken == [found]
 
