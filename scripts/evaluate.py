@@ -6,10 +6,12 @@
 Each shows its options with `--help`.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -80,39 +82,57 @@ def run(options: DictConfig) -> Score:
     return score
 
 
+class BrokenParity(UserError):
+    """The model's answers differ: not a slip of the user's."""
+
+    exit_status = 1
+
+
 def run_parity(options: DictConfig) -> list[Parity]:
     """Compare as configs/parity.yaml says, print what was found, and return it.
 
-    Raises UserError: a difference beyond its bound, after everything was printed.
+    Raises BrokenParity: a difference beyond its bound, after everything was printed.
     """
     config = read_config(ParityConfig, plain(options), "parity")
     device = resolve_device(config.accelerator)
     path, checkpoint, data = open_text(config, config.length, config.batch_size)
-    tokens = next(iter(data.val_dataloader()))["tokens"].view(-1, config.length).to(device)
-    if len(tokens) < 2:
-        raise UserError(f"the text has one window of {config.length} tokens only: shorten length= or give text=")
+    batch = next(iter(data.val_dataloader()))
+    tokens = batch["tokens"].view(-1, config.length).to(device)
+    if len(tokens) < config.batch_size or (batch["targets"] == -100).any():
+        wanted = f"{config.batch_size} windows of {config.length} tokens"
+        raise UserError(f"the text is shorter than {wanted}: lower batch_size= or length=, or give another text=")
     both: list[Precision] = ["32-true", "bf16-mixed"]
     chosen = [config.precision] if config.precision != "auto" else both[: 1 if device.type == "cpu" else 2]
     splits = places(config.length, config.splits)
     found = [compare(checkpoint.model, tokens, splits, config.steps, precision) for precision in chosen]
-    batch = f"{len(tokens)} rows of {config.length} tokens, split at {', '.join(map(str, splits))}"
-    print_table("parity", {"checkpoint": f"{path}, step {checkpoint.step:,}", "texts": batch})
+    texts = f"{len(tokens)} rows of {config.length} tokens, split at {', '.join(map(str, splits))}"
+    print_table("parity", {"checkpoint": f"{path}, step {checkpoint.step:,}", "texts": texts})
     for parity in found:
-        rows = {
-            way.way: f"{way.error:.1e}, a logit by {way.absolute:.1e}" + (f" ({way.where})" if way.error else "")
-            for way in parity.differences
-        }
+        rows = {}
+        for way in parity.differences:
+            judged = "BEYOND its bound: " if way in parity.broken else ""
+            rows[way.way] = f"{judged}{way.error:.1e}, a logit by {way.absolute:.1e}"
+            rows[way.way] += f" ({way.where})" if way.error else ""
         bound = f"{parity.bound:.1e}"
         if parity.distance is not None:
             bound += f" = twice the distance of bf16 from float32, {parity.distance:.1e}"
         print_table(f"{parity.precision}: largest error of a position", {**rows, "bound": bound})
     if config.json is not None:
         about = {"checkpoint": str(path), "step": checkpoint.step, "rows": len(tokens), "splits": splits}
-        write_json(from_launch_dir(config.json), {**about, "parity": [asdict(parity) for parity in found]})
+        write_json(from_launch_dir(config.json), {**about, "parity": [_numbers(asdict(parity)) for parity in found]})
     broken = [f"{parity.precision}, {way.way}: {way.error:.1e}" for parity in found for way in parity.broken]
     if broken:
-        raise UserError(f"not one answer whichever way it is computed: {'; '.join(broken)}")
+        raise BrokenParity(f"not one answer whichever way it is computed: {'; '.join(broken)}")
     return found
+
+
+def _numbers(value: Any) -> Any:
+    """None for what is no number, which JSON lacks."""
+    if isinstance(value, dict):
+        return {name: _numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 COMMANDS: dict[str, Callable[[DictConfig], object]] = {"evaluate": run, "parity": run_parity}  # by their configurations

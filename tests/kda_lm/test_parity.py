@@ -110,6 +110,14 @@ def test_what_is_no_number_is_beyond_any_bound() -> None:
     assert parity.Parity("32-true", None, 1.0, [found]).broken == [found]
 
 
+def test_a_way_may_have_a_bound_of_its_own() -> None:
+    same, near = parity.Difference("to the bit", bound=0.0), parity.Difference("near")
+    for found in (same, near):
+        found.add(torch.tensor([[1.0, 1.0], [1.0, 1.1]]), torch.ones(2, 2), "here")
+    assert near.where == "row 1, here"
+    assert parity.Parity("32-true", None, 1.0, [same, near]).broken == [same]
+
+
 def words_for(folder: Path) -> tuple[str, ...]:
     return f"ckpt={folder / 'checkpoints' / 'last.ckpt'}", "accelerator=cpu", "length=40", "steps=3", "splits=2"
 
@@ -128,7 +136,7 @@ def test_of_a_checkpoint(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "a row without the batch" in printed and "twice the distance of bf16 from float32" in printed
     for word, said in (
         ("length=2", "length is 2; it takes at least 3"),
-        ("length=99999", "one window of 99999 tokens"),
+        ("length=99999", "shorter than 4 windows of 99999 tok"),
     ):
         with pytest.raises(UserError, match=said):
             evaluate.run_parity(compose_config("parity", *words, word))
@@ -137,8 +145,10 @@ def test_of_a_checkpoint(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_broken_model_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder = run("trained")
     wrong_step(monkeypatch)
-    with pytest.raises(UserError, match="not one answer whichever way it is computed: 32-true, prefill, then token by"):
+    said = "not one answer whichever way it is computed: 32-true, prefill, then token by"
+    with pytest.raises(evaluate.BrokenParity, match=said) as stopped:
         evaluate.run_parity(compose_config("parity", *words_for(folder)))
+    assert stopped.value.exit_status == 1
 
 
 def test_unknown_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
