@@ -22,13 +22,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from kda_lm.layers import JointLinear
+from kda_lm.layers import JointLinear, autocast_dtype
 from kda_lm.mixers import MixerState
 from kda_lm.model import LM
 
 
 class Decoder:
-    """See the module's docstring. The weights are those of `model` when the decoder is made.
+    """See the module's docstring. Some weights are copied when the decoder is made, the others are the model's own: it
+    is not to be trained, changed or moved as long as the decoder is in use.
 
     Args:
         model: decoded in its own dtype, or in autocast's where that is enabled when the decoder is made.
@@ -43,8 +44,7 @@ class Decoder:
         self.device = model.embedding.weight.device
         if cuda_graph and self.device.type != "cuda":
             raise ValueError(f"cuda_graph: got True on {self.device}, accepted: only on a GPU")
-        enabled = torch.is_autocast_enabled(self.device.type)
-        self._dtype = torch.get_autocast_dtype(self.device.type) if enabled else None
+        self._dtype = autocast_dtype(model.embedding.weight)
         self.model = _fixed(model, self._dtype)
         self.capacity = capacity
         self.cuda_graph = self.device.type == "cuda" if cuda_graph is None else cuda_graph
@@ -101,23 +101,25 @@ class Decoder:
         """
         self._check(tokens, (self.batch,))
         self._check_room(self._longest + 1)
-        self._longest += 1
         if not self.cuda_graph:
-            return self._decode(tokens[:, None])[:, 0]
-        if self._graph is None:
-            self._record()
-        assert self._graph is not None
-        self._tokens.copy_(tokens)
-        self._graph.replay()
-        return self._logits
+            logits = self._decode(tokens[:, None])[:, 0]
+        else:
+            with torch.cuda.device(self.device):
+                graph = self._graph or self._record()
+                self._tokens.copy_(tokens)
+                graph.replay()
+            logits = self._logits
+        self._longest += 1
+        return logits
 
     @torch.inference_mode()
     def append(self, tokens: Tensor) -> Tensor:
         """Several more tokens of every row at once: tokens [B, T] → logits [B, T, vocab]."""
         self._check(tokens, (self.batch, -1))
         self._check_room(self._longest + tokens.shape[1])
+        logits = self._decode(tokens)
         self._longest += tokens.shape[1]
-        return self._decode(tokens)
+        return logits
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
@@ -134,7 +136,7 @@ class Decoder:
         self._lengths += T
         return logits
 
-    def _record(self) -> None:
+    def _record(self) -> torch.cuda.CUDAGraph:
         """One step as a CUDA graph, which reads `_tokens` and writes `_logits`.
 
         What a graph is to hold has to have run before, to be compiled; that run is undone.
@@ -150,9 +152,12 @@ class Decoder:
         self._lengths -= 1
         for x, before in zip(states, kept, strict=True):
             x.copy_(before)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as a data loader's, may go on with what a capture of their own would not allow.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._logits = self._decode(self._tokens[:, None])[:, 0]
+        self._graph = graph
+        return graph
 
     def _take_over(self, states: list[MixerState], lengths: list[int]) -> None:
         """The prompts' states go into the caches, which are new if there were none for as many rows."""

@@ -4,7 +4,7 @@ All take and return [B, T, ...]; norms and rotations compute in float32. They ke
 autocast what a norm returns is of autocast's: it goes into products.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,14 @@ from torch import Tensor, nn
 import kernels
 
 ALIGNED = 16  # rows that a joint weight is padded to: tensor cores read 16 bytes at a time
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of x in a product; None where it leaves it alone: outside, and in float64."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 class RMSNorm(nn.Module):
@@ -24,14 +32,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return kernels.rms_norm(x, self.weight, self.eps, backend, dtype)
+        return kernels.rms_norm(x, self.weight, self.eps, backend, autocast_dtype(x))
 
 
 class JointLinear(nn.Module):
     """Linear layers of one input as one product, whose weights are laid below each other: x [..., dim] → a view
-    [..., n] for each layer. The layers stay what they are; this module has no parameters and adds no names.
+    [..., n] for each layer. The layers keep their parameters, and this module adds no names; but it reads their weights
+    alone: hooks on them do not run, and a layer that is put in another's place is not seen.
 
     `fix` keeps the joint weight, for a model that is not trained any more.
     """
@@ -123,30 +130,23 @@ class ShortConvolution(nn.Module):
         return y
 
 
-class Float32(nn.Module):
-    """Keeps its parameters and buffers in the dtype that they have: `.to(dtype)`, `.half()` and the like only move
-    them."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32":
-        def keep_dtype(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        return super()._apply(keep_dtype, recurse)
-
-
-class Rotary(Float32):
+class Rotary(nn.Module):
     """Rotary position embedding (Su et al. 2021) of heads of D channels, D even, behind an RMS norm if there is one:
     channel pairs (i, i + D/2) are turned by position · theta^(−2i/D). Bfloat16 angles would be off by whole turns.
     """
 
     def __init__(self, dim: int, theta: float) -> None:
         super().__init__()
-        frequencies = theta ** (-torch.arange(dim // 2, dtype=torch.float32) / (dim // 2))
-        self.frequencies: Tensor
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.dim, self.theta = dim, theta
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """float32 [D/2]. Made anew every time: a buffer would be cast with a model, and averaged with its weights. By
+        way of float64, so that compilers round alike: at position 10⁵ the last bit of a frequency is 0.006 rad."""
+        exponents = torch.arange(self.dim // 2, dtype=torch.float64, device=device) / (self.dim // 2)
+        frequencies: Tensor = self.theta**-exponents
+        return frequencies.float()
 
     def forward(self, x: Tensor, positions: Tensor, norm: RMSNorm | None = None, backend: str = "auto") -> Tensor:
         """x [B, T, H, D], positions [T] or [B, T] → [B, T, H, D]."""
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return kernels.rotary(x, positions, self.frequencies, weight, eps, backend)
+        return kernels.rotary(x, positions, self.frequencies(x.device), weight, eps, backend)

@@ -156,7 +156,8 @@ def unequal(model: LM, tokens: Tensor, whole: Tensor, splits: Sequence[int], ste
     found = Difference("prompts of unequal length, then token by token")
     batch, length = tokens.shape
     decoder = Decoder(model, length)
-    usable = [n for n in splits if n + steps <= length] or [1, 2]
+    usable = [n for n in splits if n + steps <= length]
+    usable = usable if len(usable) > 1 else [1, 2]
     for start in range(0, len(usable), batch - 1):  # sets of lengths that share one with the next
         lengths = [usable[(start + i) % len(usable)] for i in range(batch)]
         logits = decoder.prefill([row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)])

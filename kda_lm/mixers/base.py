@@ -52,7 +52,8 @@ class Mixer(nn.Module):
     def project_in_place(self, x: Tensor, conv_cache: Tensor | None) -> Projected:
         """As `project`, with the convolution's state written over."""
         qkv, *gates = self.in_proj(x, together=3)
-        if self.conv is not None and conv_cache is not None:
+        if self.conv is not None:
+            assert conv_cache is not None
             qkv = self.conv.in_place(qkv, conv_cache, self.config.backend)
         elif self.activation == "silu":
             qkv = F.silu(qkv)

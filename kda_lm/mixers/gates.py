@@ -7,13 +7,12 @@ model's dtype: in bf16 a difference of 1 % in a time scale would be rounded away
 """
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from kda_lm.layers import Float32
 
 
 class Gate(nn.Module):
@@ -25,7 +24,7 @@ class Gate(nn.Module):
         raise NotImplementedError
 
 
-class DecayParameters(Float32):
+class DecayParameters(nn.Module):
     """A_log [HV] and dt_bias [HV] or [HV·K] of the log-decay g = −exp(A_log) · softplus(raw + dt_bias).
 
     As published: softplus(dt_bias) ~ log U(1e-3, 1e-1), and exp(A_log) ~ U(slowest, 16), `slowest` being 1 for KDA
@@ -38,6 +37,14 @@ class DecayParameters(Float32):
         step = torch.empty(num_biases, dtype=torch.float32).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.A_log = nn.Parameter(rate.log())
         self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DecayParameters":
+        # `.to(dtype)`, `.half()` and the like move these parameters but leave their dtype.
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
 
 
 class ScalarDecay(Gate):

@@ -85,7 +85,7 @@ def test_rotation_turns_in_float32_whatever_the_dtype() -> None:
     x, place = torch.randn(1, 1, 1, 64).bfloat16(), torch.tensor([4096])
     exact = layer(x.double(), place)
     y = layer.bfloat16()(x, place)
-    assert layer.frequencies.dtype == torch.float32 and not layer.state_dict()
+    assert not list(layer.buffers()) and not layer.state_dict()  # nothing to be cast, or averaged with weights
     assert y.dtype == torch.bfloat16 and error(y, exact) < BF16
 
 
@@ -94,3 +94,12 @@ def test_rotation_behind_a_norm() -> None:
     nn.init.normal_(norm.weight)
     layer, x, places = Rotary(8, 100.0), torch.randn(2, 6, 3, 8), torch.arange(6)
     assert error(layer(x, places, norm), layer(norm(x), places)) < 1e-6
+
+
+def test_what_autocast_leaves_alone() -> None:
+    """Norms go into products: in autocast's dtype, but for float64, which it exempts, and where nothing is computed."""
+    norm = RMSNorm(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm(torch.ones(2, 8)).dtype == torch.bfloat16
+        assert norm.double()(torch.ones(2, 8, dtype=torch.float64)).dtype == torch.float64
+        assert norm.to("meta")(torch.ones(2, 8, device="meta")).device.type == "meta"
