@@ -30,7 +30,9 @@ SMALL = [
 ]
 SMALL_TRAINING = ["--sizes", "2x64", "--seq-lens", "64", "--tokens-per-step", "64", "--vocab", "300", "--no-compile"]
 SMALL_TRAINING += ["--patterns", "linear", "--steps", "1", "--warmup", "1", "--device", "cpu"]
-SMALL_BENCHMARK = {"kernels": ["--shapes", "1x64x1x16"], "train": SMALL_TRAINING}
+SMALL_DECODING = ["--sizes", "1x32", "--head-dim", "16", "--vocab", "300", "--batches", "2", "--contexts", "4"]
+SMALL_DECODING += ["--patterns", "kda"]
+SMALL_BENCHMARK = {"kernels": ["--shapes", "1x64x1x16"], "train": SMALL_TRAINING, "decode": SMALL_DECODING}
 
 
 @pytest.fixture(scope="module")
