@@ -1,5 +1,5 @@
-"""Measure the kernels on this machine, each op against float64, a peer and the bytes it must move; and training, which
-`python scripts/benchmark.py train --help` explains.
+"""Measure the kernels on this machine, each op against float64, a peer and the bytes it must move; and whole models, in
+training and in decoding, which `python scripts/benchmark.py train --help` and `decode --help` explain.
 
     python scripts/benchmark.py kernels                                  on a GPU against flash-linear-attention
     python scripts/benchmark.py kernels --device cpu                     against the token-by-token reference

@@ -104,7 +104,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def trial_of(options: Options, pattern: str, contender: str = "ours", data: str = "random") -> Trial:
     composed = configure(options, options.sizes[0], pattern, options.seq_lens[0])
     more = (options.peer_compile, options.peer_loss, options.peer_ms)
-    return Trial(contender, composed, data, options.head_dim, options.steps, options.warmup, "cpu", *more)
+    return Trial(contender, composed, data, options.head_dim, options.warmup, "cpu", *more)
 
 
 def in_this_process(trial: Trial, options: Options) -> dict[str, Any]:

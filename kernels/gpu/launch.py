@@ -22,6 +22,13 @@ def contiguous(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
+def token_stride(x: Tensor) -> int | None:
+    """From each token of x [B, T, ...] to the next, on through the batch; None where that is not one number."""
+    B, T = x.shape[:2]
+    stride = x.stride(0 if T == 1 else 1)
+    return stride if B == 1 or x.stride(0) == T * stride else None
+
+
 def types(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What Triton compiles for: dtypes, which are missing, which lie at multiples of 16 bytes."""
     return tuple(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors)

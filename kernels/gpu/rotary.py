@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.gpu.launch import Launcher, launcher, numbers, traced, types
+from kernels.gpu.launch import Launcher, launcher, numbers, token_stride, traced, types
 
 TILE = 512  # pairs of channels of a program at a time
 WARPS = 4
@@ -167,9 +167,8 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int]:
     """x [B, T, H, D] or a copy of it in which channels lie together and all tokens a stride apart; that stride and the
     heads'.
     """
-    B, T = x.shape[:2]
-    stride = x.stride(0 if T == 1 else 1)
-    if x.stride(3) == 1 and (B == 1 or x.stride(0) == T * stride):
+    stride = token_stride(x)
+    if x.stride(3) == 1 and stride is not None:
         return x, stride, x.stride(2)
     x = x.contiguous()
     return x, x.shape[2] * x.shape[3], x.shape[3]

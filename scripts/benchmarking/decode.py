@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kda_lm.decoding import Decoder
 from kda_lm.device import arithmetic
 from kda_lm.layers import JointLinear
+from kda_lm.mixers import SoftmaxState
 from kda_lm.model import LM
 from scripts.benchmarking import measure
 from scripts.benchmarking.models import Size, build_lm, compose_model
@@ -221,12 +222,10 @@ def carried_bytes(decoder: Decoder, context: int) -> tuple[int, int]:
     """States, which are written at every step, and the context's keys and values, which are read."""
     state = cache = 0
     for mixer, kept in zip(decoder.model.layers(), decoder.caches, strict=True):
-        tensors: list[Tensor] = [x for x in kept if x is not None]
-        if not mixer.grows:
-            state += sum(x.nbytes for x in tensors)
-            continue
-        grown = [x for x in tensors if x.shape[1] == decoder.capacity]
-        window = getattr(mixer.config, "window", None) or context
-        cache += sum(x.nbytes for x in grown) // decoder.capacity * min(window, context)
-        state += sum(x.nbytes for x in tensors) - sum(x.nbytes for x in grown)
+        total = sum(x.nbytes for x in kept if x is not None)
+        if isinstance(kept, SoftmaxState):
+            grown = kept.keys.nbytes + kept.values.nbytes
+            total -= grown
+            cache += grown // decoder.capacity * min(mixer.config.window or context, context)
+        state += total
     return state, cache

@@ -90,7 +90,6 @@ class Trial:
     options: dict[str, Any]  # a composed configuration of train.py, the model's vocabulary with it
     data: str
     head_dim: int
-    steps: int
     warmup: int
     device: str
     peer_compile: bool
@@ -199,7 +198,7 @@ class TrainRun:
         o, results = self.options, {}
         for contender in ("ours", *([o.peer] if o.peer else [])):
             peer = (o.peer_compile, o.peer_loss, o.peer_ms)
-            trial = Trial(contender, composed, data, o.head_dim, o.steps, o.warmup, str(o.device), *peer)
+            trial = Trial(contender, composed, data, o.head_dim, o.warmup, str(o.device), *peer)
             result = results[contender] = run_fresh(trial, o)
             if contender == "ours" and "tokens_per_second" in result:
                 result["flops_per_token"] = flops

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import NORM_EPS, log_decay, write_strength
-from kernels.gpu.launch import contiguous, launcher, numbers, traced, types
+from kernels.gpu.launch import contiguous, launcher, numbers, token_stride, traced, types
 from kernels.gpu.recurrence.chunk import chunk_backward, chunk_forward, differentiate
 
 TILE = 4096  # state elements of a program: 32 registers a thread with four warps
@@ -144,10 +144,9 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     """
     if x is None:
         return None, 0
-    B, T = x.shape[:2]
-    stride = x.stride(0 if T == 1 else 1)
+    stride = token_stride(x)
     together = x.stride(-1) == 1 and (x.dim() == 3 or x.stride(2) == x.shape[3])
-    if together and (B == 1 or x.stride(0) == T * stride):
+    if together and stride is not None:
         return x, stride
     return x.contiguous(), x[0, 0].numel()
 
