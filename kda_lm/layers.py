@@ -18,7 +18,8 @@ ALIGNED = 16  # rows that a joint weight is padded to: tensor cores read 16 byte
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast makes of x in a product; None where it leaves it alone: outside, and in float64."""
     device = x.device.type
-    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # Not torch.amp.is_autocast_available: torch 2.11's compiler stops at it.
+    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 
