@@ -124,7 +124,9 @@ def build(settings: Settings) -> tuple[TrainingModule, DataModule]:
             "isolate_documents": settings.data.isolate_documents,
         },
     }
-    return TrainingModule(model, settings.optim, settings.trainer.max_steps, metadata, data.val_bytes), data
+    cuda_graph = settings.trainer.uses_cuda_graph(settings.data.isolate_documents)
+    max_steps = settings.trainer.max_steps
+    return TrainingModule(model, settings.optim, max_steps, metadata, data.val_bytes, cuda_graph), data
 
 
 def fit(

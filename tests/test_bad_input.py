@@ -82,6 +82,7 @@ def ckpt(trained: Path) -> Path:
         ("optim.optimizer=sgd", "optim.optimizer 'sgd' adamw muon"),
         ("optim.schedule=linear", "optim.schedule 'linear' cosine wsd constant"),
         ("trainer.precision=fp8", "trainer.precision 'fp8' bf16-mixed"),
+        ("trainer.cuda_graph=maybe", "trainer.cuda_graph 'maybe'"),
         ("trainer.accelerator=tpu", "trainer.accelerator 'tpu' auto cpu gpu"),
         ("data.tokenizer=words", "data.tokenizer 'words' bytes bpe file"),
         ("data.sample_by=verse", "data.sample_by 'verse' document paragraph line"),
@@ -141,6 +142,8 @@ def test_train(run: Run, refused: Refuse, words: str, said: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu(run: Run, refused: Refuse, ckpt: Path) -> None:
     assert "no CUDA GPU" in refused(run, "bad", "trainer.accelerator=gpu")
+    line = refused(run, "bad", "trainer.cuda_graph=true", "data.isolate_documents=true")
+    assert "trainer.cuda_graph is true, but needs a GPU and data.isolate_documents=false" in line
     for script, function in (("sample", run_sample), ("evaluate", run_evaluate)):
         line = refused(function, compose_config(script, f"ckpt={ckpt}", "accelerator=gpu"))
         assert "no CUDA GPU" in line and line.startswith(f"error: {script}")

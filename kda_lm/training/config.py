@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from kda_lm.device import Accelerator, Precision, resolve_device
+from kda_lm.errors import UserError
 from kda_lm.generation import SamplingConfig
 
 
@@ -47,6 +48,7 @@ class TrainerConfig:
     save_every: int = 100
     ema_decay: float | None = None
     compile: bool = False
+    cuda_graph: bool | None = None
     checkpoint_layers: bool = False
 
     def __post_init__(self) -> None:
@@ -56,3 +58,20 @@ class TrainerConfig:
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay is {self.ema_decay}; it takes more than 0 and less than 1, or null for none")
         resolve_device(self.accelerator)
+
+    def uses_cuda_graph(self, isolate_documents: bool) -> bool:
+        """Whether steps are replayed from a CUDA graph.
+
+        Raises UserError: asked for where it cannot be.
+        """
+        obstacles = {
+            "a GPU": resolve_device(self.accelerator).type != "cuda",
+            "trainer.devices=1": self.devices != 1,
+            "data.isolate_documents=false": isolate_documents,
+        }
+        missing = [name for name, missed in obstacles.items() if missed]
+        if self.cuda_graph and missing:
+            raise UserError(
+                f"trainer.cuda_graph is true, but needs {' and '.join(missing)}; it takes null or false here"
+            )
+        return self.cuda_graph is not False and not missing

@@ -8,6 +8,8 @@ can fall into the middle of an accumulation. The gradient is that of
 
 which is the big batch's gradient whatever the masks are. With `optim.z_loss` the sum, and so train/loss, has that in
 it, too; validation never has.
+
+With `cuda_graph` a micro-batch's forward and backward are recorded once and replayed, see graph.py.
 """
 
 import random
@@ -24,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kda_lm.errors import UserError
 from kda_lm.evaluation import Score, Tally
 from kda_lm.model import LM
+from kda_lm.training.graph import Recorded
 from kda_lm.training.optim import OptimConfig, apply_options, build_optimizer, lr_factor, set_learning_rate
 
 MicroBatch = dict[str, Tensor]
@@ -39,6 +42,7 @@ class TrainingModule(lightning.LightningModule):
         max_steps: int,
         metadata: dict[str, Any],
         val_bytes: int | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -47,9 +51,12 @@ class TrainingModule(lightning.LightningModule):
         self.max_steps = max_steps
         self.metadata = metadata
         self.val_bytes = val_bytes
+        self.cuda_graph = cuda_graph  # all micro-batches on one GPU, of one shape and without cu_seqlens
         self.val_score: Score | None = None  # the latest validation's
         self._tally = Tally()
         self._saved_rng: dict[str, Any] | None = None
+        self._recorded: Recorded | None = None
+        self._activations = 0  # bytes that the largest forward left for its backward
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self.model, self.optim)
@@ -57,40 +64,47 @@ class TrainingModule(lightning.LightningModule):
     def training_step(self, batch: list[MicroBatch], batch_idx: int) -> dict[str, Any]:
         """One optimizer step.
 
-        Raises UserError naming the step when the loss or the gradient is not finite, before any weight changes.
+        Raises UserError naming the step when the loss or the gradient is not finite. The weights are lost then; no
+        checkpoint has them.
         """
         optimizer: Any = self.optimizers()
         targets = torch.stack([(micro["targets"] != -100).sum() for micro in batch]).sum()
         targets = self._sum_over_ranks(targets).clamp(min=1)
+        factor = self.trainer.world_size / targets  # DDP averages gradients over ranks; the sum is wanted
+        if self.cuda_graph and self._recorded is None:
+            self._recorded = Recorded(self._add_gradients)
         total = torch.zeros((), device=self.device)
-        activations = 0
         for i, micro in enumerate(batch):
             with self._synchronise_gradients(i == len(batch) - 1):
-                held = self._allocated()
-                nll, _ = self.model.loss(**micro, z_loss=self.optim.z_loss)
-                activations = max(activations, self._allocated() - held)
-                # DDP averages gradients over ranks; the sum is wanted.
-                self.manual_backward(nll * (self.trainer.world_size / targets))
-            total += nll.detach()
+                total += (self._recorded or self._add_gradients)(**micro, factor=factor)
         loss = self._sum_over_ranks(total) / targets
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.grad_clip or float("inf"))
-        loss_value, norm_value = torch.stack([loss, norm]).tolist()  # waits for the device
         step = self.trainer.global_step + 1
+        rate = lr_factor(self.optim, self.max_steps, step - 1)
+        set_learning_rate(optimizer, rate)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not self.cuda_graph)
+        # Only now, for this waits for the device: the host has started the update while the backward was running.
+        loss_value, norm_value = torch.stack([loss, norm]).tolist()
         for what, value in (("loss", loss_value), ("gradient norm", norm_value)):
             if not np.isfinite(value):
                 raise UserError(
-                    f"step {step}: the {what} is {value}; stopped before the update, the checkpoints are of earlier "
-                    "steps (a lower optim.lr or a longer optim.warmup_steps may help)"
+                    f"step {step}: the {what} is {value}; stopped, the checkpoints are of earlier steps (a lower "
+                    "optim.lr or a longer optim.warmup_steps may help)"
                 )
-        factor = lr_factor(self.optim, self.max_steps, step - 1)
-        set_learning_rate(optimizer, factor)
-        optimizer.step()
-        optimizer.zero_grad()
-        metrics = {"train/loss": loss_value, "train/grad_norm": norm_value, "train/lr": self.optim.lr * factor}
+        metrics = {"train/loss": loss_value, "train/grad_norm": norm_value, "train/lr": self.optim.lr * rate}
         if self.device.type == "cuda":
-            metrics["train/activation_mib"] = activations / 2**20
+            metrics["train/activation_mib"] = self._activations / 2**20
             metrics["train/peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
         return metrics
+
+    def _add_gradients(self, factor: Tensor, **micro: Tensor) -> Tensor:
+        """Add the gradient of factor · loss to the parameters', and return the loss, summed over targets."""
+        held = self._allocated()
+        nll, _ = self.model.loss(**micro, z_loss=self.optim.z_loss)
+        self._activations = max(self._activations, self._allocated() - held)
+        self.manual_backward(nll * factor)
+        return nll.detach()
 
     def _allocated(self) -> int:
         """Bytes of the GPU that tensors take now; 0 on a CPU."""

@@ -154,7 +154,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # singular values into (0, 1]
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 

@@ -170,6 +170,7 @@ class TrainRun:
             "vocabulary": options.vocab,
             "compile": options.compile,
             "checkpoint_layers": options.checkpoint_layers,
+            "cuda_graph": trainer.uses_cuda_graph(self.cells[0][3]["data"]["isolate_documents"]),
             "caches": "empty for every row" if options.cold else "as found",
             "peer_softmax_attention": flash if options.peer else None,
             "peer_compile": options.peer_compile if options.peer else None,

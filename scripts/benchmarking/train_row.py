@@ -139,7 +139,11 @@ def measure_row(trial: Trial) -> Result:
     clock = Clock(trial.warmup, device)
     model = build(trial, device)
     module = TrainingModule(
-        cast(LM, model), read_config(OptimConfig, trial.options["optim"], "optim"), config.max_steps, {}
+        cast(LM, model),
+        read_config(OptimConfig, trial.options["optim"], "optim"),
+        config.max_steps,
+        metadata={},
+        cuda_graph=config.uses_cuda_graph(trial.options["data"]["isolate_documents"]),
     )
     trainer = lightning.Trainer(
         accelerator="gpu" if measure.on_gpu(device) else "cpu",

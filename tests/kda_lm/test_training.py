@@ -131,7 +131,7 @@ def test_clipping() -> None:
 
 @pytest.mark.parametrize("what", ["loss", "gradient norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_stops_the_run_before_the_update(
+def test_what_is_not_finite_stops_the_run(
     run: Run, resume: Resume, monkeypatch: pytest.MonkeyPatch, what: str, value: float
 ) -> None:
     """The step is named, the checkpoint is the last good one, and the run can go on from it (D17)."""
