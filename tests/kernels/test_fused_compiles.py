@@ -47,9 +47,14 @@ def conv(T: int, D: int, W: int, dtype: torch.dtype, packed: bool, everything: b
 def norm(N: int, dtype: torch.dtype, gated: bool) -> None:
     x, gate, weight = torch.zeros(16, N, dtype=dtype), torch.zeros(16, N, dtype=dtype), torch.zeros(N)
     if gated:
-        both(lambda *leaves: [norm_of(*leaves, 1e-6, True, dtype)], x, gate, weight)
+        both(lambda x, *others: norm_of(x, None, *others, 1e-6, True, dtype), x, gate, weight)
     else:
-        both(lambda x, weight: [norm_of(x, None, weight, 1e-6, True, dtype)], x, weight)
+        both(lambda x, weight: norm_of(x, None, None, weight, 1e-6, True, dtype), x, weight)
+
+
+def add_norm(N: int, x_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    x, y, weight = torch.zeros(16, N, dtype=x_dtype), torch.zeros(16, N, dtype=dtype), torch.zeros(N)
+    both(lambda x, y, weight: norm_of(x, y, None, weight, 1e-6, True, dtype), x, y, weight)
 
 
 def turn(D: int, T: int, dtype: torch.dtype, norm: bool) -> None:
@@ -76,6 +81,9 @@ OPERATIONS = {
     "norm-1024-bf16": (norm, 1024, BFLOAT16, False),
     "norm-8192-fp32": (norm, 8192, FLOAT32, True),
     "norm-8191": (norm, 8191, BFLOAT16, True),
+    "add-norm-768-bf16": (add_norm, 768, FLOAT32, BFLOAT16),
+    "add-norm-1024-bf16": (add_norm, 1024, BFLOAT16, BFLOAT16),
+    "add-norm-8192": (add_norm, 8192, FLOAT32, BFLOAT16),
     "rotary-64-bf16": (turn, 64, 2048, BFLOAT16, True),
     "rotary-96-bf16": (turn, 96, 1, BFLOAT16, True),
     "rotary-256-fp32": (turn, 256, 33, FLOAT32, False),
