@@ -34,6 +34,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps, backend, autocast_dtype(x))
 
+    def add(self, x: Tensor, y: Tensor | None, backend: str = "auto") -> tuple[Tensor, Tensor]:
+        """x + y and the norm of that, in one pass: a residual stream and what a layer adds to it, None: nothing."""
+        if y is None:
+            return x, self(x, backend)
+        return kernels.add_rms_norm(x, y, self.weight, self.eps, backend, autocast_dtype(x))
+
 
 class JointLinear(nn.Module):
     """Linear layers of one input as one product, whose weights are laid below each other: x [..., dim] → a view
