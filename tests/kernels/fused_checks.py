@@ -6,7 +6,7 @@ import torch
 from recurrence_cases import Inputs, assert_close
 from torch import Tensor
 
-from kernels import add_rms_norm, gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution
+from kernels import add_rms_norm, gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution, swiglu
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -238,6 +238,53 @@ def assert_norm_strides(inputs: Inputs) -> None:
         others = {name: x if name == "weight" else change(x) for name, x in inputs.items()}
         assert not others["x"].is_contiguous()
         assert_same(norm(others, "triton"), expected)
+
+
+# SwiGLU
+
+
+def gate_inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Inputs:
+    """x [..., 2·N] of this shape: gates from closed to open, and of 0."""
+    x = 3 * normal(*shape)
+    gates = x.view(-1, shape[-1])[0, : shape[-1] // 2]
+    gates[:3] = torch.tensor([0, -100, 100])[: len(gates)]
+    return {"x": x.to(dtype)}
+
+
+def gate(inputs: Inputs, backend: str, compiler: str | None = None) -> Inputs:
+    """y and x's gradient."""
+    leaves = leaves_of(inputs)
+
+    def function(x: Tensor) -> Tensor:
+        return swiglu(x, backend=backend)
+
+    call = function if compiler is None else torch.compile(function, backend=compiler, fullgraph=True)
+    return differentiate({"y": call(**leaves)}, leaves)
+
+
+def assert_gate(inputs: Inputs, dtype: torch.dtype, limit: float) -> None:
+    inputs = {"x": inputs["x"].to(dtype)}
+    out = gate(inputs, "triton")
+    assert all(x.dtype == dtype for x in out.values())
+    assert out["dx"].is_contiguous()
+    assert_close(out, gate({"x": inputs["x"].double()}, "torch"), limit)
+
+
+def assert_gate_strides(inputs: Inputs) -> None:
+    """x is a part of wider rows, as padding leaves it, or laid out backwards; so is y's gradient; rows come alone."""
+    x = inputs["x"]
+    expected = gate(inputs, "triton")
+    for other in (torch.cat([x, torch.full_like(x[..., :3], 99.0)], dim=-1)[..., :-3], x.mT.contiguous().mT):
+        assert torch.equal(other, x) and not other.is_contiguous()
+        assert_same(gate({"x": other}, "triton"), expected)
+    leaf = x.detach().requires_grad_()
+    y = swiglu(leaf, backend="triton")
+    d_y = normal(*y.shape).to(y)
+    for other in (torch.cat([d_y, d_y], dim=-1)[..., : y.shape[-1]], d_y.mT.contiguous().mT):
+        grads = (torch.autograd.grad(y, leaf, d, retain_graph=True)[0] for d in (d_y, other))
+        assert torch.equal(*grads)
+    for n in range(len(x)):
+        assert torch.equal(swiglu(x[n : n + 1], backend="triton"), expected["y"][n : n + 1])
 
 
 # The loss

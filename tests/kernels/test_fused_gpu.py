@@ -14,7 +14,7 @@ from recurrence_cases import Inputs, assert_close, error
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels import add_rms_norm, gated_rms_norm, linear_cross_entropy, rms_norm, rotary, short_convolution
+from kernels import add_rms_norm, gated_rms_norm, linear_cross_entropy, rms_norm, rotary, short_convolution, swiglu
 
 pytestmark = gpu_checks.required
 
@@ -185,6 +185,33 @@ def test_norm_of_more_than_2_31_numbers() -> None:
         assert torch.equal(found[-100:], alone)
 
 
+# SwiGLU
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(4, 150, 4096), (3000, 2752), (511, 154), (900, 2), (70, 2730), (1, 4096)])
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_swiglu_matches_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    checks.assert_gate(placed(checks.gate_inputs(*shape)), dtype, LIMITS[dtype])
+
+
+@pytest.mark.parametrize("N", [4096, 154])
+def test_swiglu_alone_and_strided_are_the_same_bits(N: int) -> None:
+    checks.assert_gate_strides(placed(checks.gate_inputs(5, 3, N, dtype=BFLOAT16)))
+
+
+def test_swiglu_of_more_than_2_31_numbers() -> None:
+    M, N = 1_100_000, 1376
+    x = random(M, 2 * N).requires_grad_()
+    assert x.numel() > 2**31
+    y = swiglu(x, backend="triton")
+    (d_x,) = torch.autograd.grad(y, x, y.detach())
+    end = x.detach()[-100:].clone().requires_grad_()
+    y_end = swiglu(end, backend="triton")
+    assert torch.equal(y[-100:], y_end)
+    assert torch.equal(d_x[-100:], torch.autograd.grad(y_end, end, y_end.detach())[0])
+
+
 # The loss
 
 
@@ -280,6 +307,7 @@ def calls() -> dict[str, tuple[Any, list[Tensor]]]:
     sums["x"] = sums["x"].float()
     loss = placed(checks.loss_inputs(3000, 64, 1000, BFLOAT16))
     targets = loss.pop("targets")
+    gate = placed(checks.gate_inputs(300, 2 * 688, dtype=BFLOAT16))
     heads, positions = placed(rotary_checks.make_inputs(2, 300, 3, 96, True, BFLOAT16)), placed_positions(300)
     turns = rotary_checks.frequencies(96, DEVICE)
 
@@ -293,12 +321,13 @@ def calls() -> dict[str, tuple[Any, list[Tensor]]]:
         "norm": (lambda x, weight: (rms_norm(x, weight, backend="triton"),), [norm["x"], norm["weight"]]),
         "norm of a sum": (lambda *xs: add_rms_norm(*xs, backend="triton", dtype=BFLOAT16), list(sums.values())),
         "gated norm": (lambda *xs: (gated_rms_norm(*xs, backend="triton"),), list(norm.values())),
+        "swiglu": (lambda x: (swiglu(x, backend="triton"),), list(gate.values())),
         "rotary": (lambda x, weight: (rotary(x, positions, turns, weight, backend="triton"),), list(heads.values())),
         "loss": (lambda x, w: (linear_cross_entropy(x, w, targets, backend="triton"),), list(loss.values())),
     }
 
 
-OPS = ("conv", "norm", "norm of a sum", "gated norm", "rotary", "loss")
+OPS = ("conv", "norm", "norm of a sum", "gated norm", "swiglu", "rotary", "loss")
 
 
 def results(function: Any, tensors: list[Tensor]) -> list[Tensor]:

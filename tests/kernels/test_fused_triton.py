@@ -1,6 +1,6 @@
-"""The Triton kernels around the recurrence in Triton's interpreter: short convolution, norms, loss. See interpreter.py.
+"""The Triton kernels around the recurrence in Triton's interpreter: short convolution, norms, SwiGLU, loss.
 
-test_fused_gpu.py has the real compiler, other dtypes and sizes.
+See interpreter.py. test_fused_gpu.py has the real compiler, other dtypes and sizes.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,14 @@ import bfloat16  # noqa: E402
 import fused_checks as checks  # noqa: E402
 import packed_checks  # noqa: E402
 
-from kernels import add_rms_norm, gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution  # noqa: E402
+from kernels import (  # noqa: E402
+    add_rms_norm,
+    gated_rms_norm,
+    linear_cross_entropy,
+    rms_norm,
+    short_convolution,
+    swiglu,
+)
 from kernels.gpu import cross_entropy, short_conv  # noqa: E402
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -292,6 +299,49 @@ def test_norm_operator(kind: str) -> None:
 def test_norm_compiles_without_graph_breaks() -> None:
     inputs = checks.norm_inputs(2, 3, 20, dtype=FLOAT32)
     checks.assert_same(checks.norm(inputs, "triton", compiler="aot_eager"), checks.norm(inputs, "triton"))
+
+
+# SwiGLU
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(2, 3, 704), (5, 1202), (1, 2), (700, 6), (4, 32)])
+def test_swiglu_matches_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Rows within a program and across some, widths of any divisor, a last program that is not full."""
+    checks.assert_gate(checks.gate_inputs(*shape), dtype, LIMITS[dtype])
+
+
+def test_swiglu_takes_any_strides() -> None:
+    checks.assert_gate_strides(checks.gate_inputs(3, 5, 20, dtype=FLOAT32))
+
+
+def test_swiglu_of_nothing_and_what_it_leaves_to_torch() -> None:
+    assert swiglu(torch.zeros(0, 4), backend="triton").shape == (0, 2)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    with pytest.raises(
+        ValueError, match=r"backend: got 'triton' for torch.float64, accepted: 16 or 32 bits; .*'torch'"
+    ):
+        swiglu(x, backend="triton")
+    assert torch.equal(swiglu(x), swiglu(x, backend="torch"))
+
+
+def test_swiglu_operator() -> None:
+    x = checks.gate_inputs(2, 3, 20, dtype=FLOAT32)["x"].requires_grad_()
+    torch.library.opcheck(
+        torch.ops.kda_lm.swiglu_forward.default,
+        (x,),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    torch.library.opcheck(
+        torch.ops.kda_lm.swiglu_backward.default,
+        (torch.ones(2, 3, 10), x.detach()),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_swiglu_compiles_without_graph_breaks() -> None:
+    inputs = checks.gate_inputs(2, 3, 20, dtype=FLOAT32)
+    checks.assert_same(checks.gate(inputs, "triton", compiler="aot_eager"), checks.gate(inputs, "triton"))
 
 
 # The loss
