@@ -35,6 +35,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps, backend, autocast_dtype(x))
 
+    def add(self, x: Tensor, y: Tensor | None, backend: str = "auto") -> tuple[Tensor, Tensor]:
+        """x + y and the norm of that, in one pass: a residual stream and what a layer adds to it, None: nothing."""
+        if y is None:
+            return x, self(x, backend)
+        return kernels.add_rms_norm(x, y, self.weight, self.eps, backend, autocast_dtype(x))
+
 
 class JointLinear(nn.Module):
     """Linear layers of one input as one product, whose weights are laid below each other: x [..., dim] → a view
@@ -58,7 +64,9 @@ class JointLinear(nn.Module):
         """What the first `together` layers make of x comes as one tensor."""
         weight = self._weight() if self.fixed is None else self.fixed
         sizes = [sum(self.sizes[:together]), *self.sizes[together:], self.padding]
-        return F.linear(x, weight).split(sizes, dim=-1)[:-1]
+        y = F.linear(x, weight)
+        # The backward of a split copies: there is none where one tensor is all.
+        return (y,) if y.shape[-1] == sizes[0] else y.split(sizes, dim=-1)[:-1]
 
     def _weight(self) -> Tensor:
         weights = [layer.weight for layer in self.layers]
@@ -80,8 +88,8 @@ class SwiGLU(nn.Module):
         self.in_proj = JointLinear(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.in_proj(x)
-        return self.out_proj(F.silu(gate) * up)
+        (gate_and_up,) = self.in_proj(x, together=2)
+        return self.out_proj(kernels.swiglu(gate_and_up))
 
 
 class ShortConvolution(nn.Module):

@@ -2,6 +2,8 @@
 
     x ← x + mixer(RMSNorm(x));   x ← x + SwiGLU(RMSNorm(x))
 
+What is added to the stream waits for the next norm, which adds it in the same pass.
+
 Which mixer a layer has is read off `pattern`, tiled over depth: `[kda, kda, kda, softmax]` over 8 layers is twice three
 KDA layers and a softmax layer. The names are the keys of the `mixers` that the model is built with (configs/mixer).
 
@@ -65,7 +67,12 @@ class LMConfig:
 
 
 class Block(nn.Module):
-    """Pre-norm residual block; x [B, T, dim] → x [B, T, dim] and the mixer's state, if it is kept."""
+    """Pre-norm residual block: the stream x and its norm, [B, T, dim] each → the stream, what is still to be added to
+    it, and the mixer's state, if it is kept.
+
+    The model calls `mixer_norm`, which adds what the block below has left: at the bottom there is nothing to add, and a
+    compiler would make a second block of that.
+    """
 
     def __init__(self, dim: int, hidden: int, mixer: Mixer) -> None:
         super().__init__()
@@ -75,19 +82,20 @@ class Block(nn.Module):
         self.mlp = SwiGLU(dim, hidden) if hidden else None
 
     def forward(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, keep_state: bool
-    ) -> tuple[Tensor, MixerState | None]:
-        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens)
-        return self._feed_forward(x + y), state if keep_state else None
+        self, x: Tensor, normed: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, keep_state: bool
+    ) -> tuple[Tensor, Tensor, MixerState | None]:
+        y, state = self.mixer(normed, state, cu_seqlens)
+        return *self._feed_forward(x, y), state if keep_state else None
 
-    def decode(self, x: Tensor, cache: MixerState, positions: Tensor) -> Tensor:
+    def decode(self, x: Tensor, normed: Tensor, cache: MixerState, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As the mixer's `decode`."""
-        return self._feed_forward(x + self.mixer.decode(self.mixer_norm(x), cache, positions))
+        return self._feed_forward(x, self.mixer.decode(normed, cache, positions))
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
+    def _feed_forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if self.mlp is None or self.mlp_norm is None:
-            return x
-        return x + self.mlp(self.mlp_norm(x))
+            return x, y
+        x, normed = self.mlp_norm.add(x, y)
+        return x, self.mlp(normed)
 
 
 class LM(nn.Module):
@@ -102,7 +110,7 @@ class LM(nn.Module):
     def __init__(self, config: LMConfig, mixers: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__()
         self.config = config
-        self.checkpoint_layers = False  # keep each block's input alone, and run the block again in the backward
+        self.checkpoint_layers = False  # keep each block's inputs alone, and run the block again in the backward
         names = self.layer_names()
         for name in config.pattern:
             if name not in mixers:
@@ -185,18 +193,20 @@ class LM(nn.Module):
         batch, length = tokens.shape
         if cu_seqlens is not None:
             tokens = tokens.reshape(1, -1)
-        x = self.embed(tokens)
+        x, y = self.embed(tokens), None
         states: list[MixerState] = []
-        for i, block in enumerate(self.blocks):
-            arguments = (x, None if state is None else state[i], cu_seqlens, keep_states)
+        for i, block in enumerate(cast(Sequence[Block], self.blocks)):
+            x, normed = block.mixer_norm.add(x, y)
+            arguments = (x, normed, None if state is None else state[i], cu_seqlens, keep_states)
             if self.checkpoint_layers and torch.is_grad_enabled():
                 # Nothing in a block draws random numbers.
-                x, layer_state = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+                x, y, layer_state = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, layer_state = block(*arguments)
+                x, y, layer_state = block(*arguments)
             if keep_states:
                 states.append(layer_state)
-        return self.norm(x).view(batch, length, -1), states
+        _, normed = self.norm.add(x, y)
+        return normed.view(batch, length, -1), states
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] → [B, T, dim], the start of the residual stream."""
@@ -220,10 +230,12 @@ class LM(nn.Module):
 
     def decode(self, tokens: Tensor, caches: LMState, positions: Tensor) -> Tensor:
         """T more tokens of every row, in place: tokens, their positions [B, T] → logits [B, T, vocab]."""
-        x = self.embed(tokens)
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x = cast(Block, block).decode(x, cache, positions)
-        return self.logits(self.norm(x))
+        x, y = self.embed(tokens), None
+        for block, cache in zip(cast(Sequence[Block], self.blocks), caches, strict=True):
+            x, normed = block.mixer_norm.add(x, y)
+            x, y = block.decode(x, normed, cache, positions)
+        _, normed = self.norm.add(x, y)
+        return self.logits(normed)
 
     def loss(
         self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, z_loss: float = 0.0

@@ -1,5 +1,5 @@
 """Linear attention as one recurrence with two switches; beside it softmax attention, and what a model surrounds them
-with: the short convolution, norms, the loss.
+with: the short convolution, norms, gates, the loss.
 
 S [K, V] is the state of a head, g ≤ 0 a log-decay, β a write strength:
 
@@ -21,8 +21,8 @@ preallocated cache of keys and values.
 `chunk` and `fused_recurrent` take rule and decay as arguments; `help(kernels.chunk)` describes all arguments.
 Names and argument order are those of flash-linear-attention.
 
-`short_convolution`, `rms_norm`, `gated_rms_norm`, `rotary` and `linear_cross_entropy` take the same backends, and say
-themselves what else they take.
+`short_convolution`, `rms_norm`, `add_rms_norm`, `gated_rms_norm`, `swiglu`, `rotary` and `linear_cross_entropy` take
+the same backends, and say themselves what else they take.
 
 Shapes   q, k [B, T, H, K]; v, o [B, T, HV, V]; g [B, T, HV] or [B, T, HV, K]; beta [B, T, HV]. HV is a multiple of
          H: value head i reads key head i // (HV // H).
@@ -54,16 +54,18 @@ from kernels.named import (
     fused_recurrent_linear_attn,
     fused_recurrent_simple_gla,
 )
-from kernels.norm import gated_rms_norm, rms_norm
+from kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from kernels.ops import DECAYS, RULES, chunk, fused_recurrent
 from kernels.rotary import rotary
 from kernels.short_conv import short_convolution
 from kernels.softmax import softmax_attention, softmax_decode
+from kernels.swiglu import swiglu
 
 __all__ = [
     "BACKENDS",
     "DECAYS",
     "RULES",
+    "add_rms_norm",
     "chunk",
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
@@ -86,4 +88,5 @@ __all__ = [
     "short_convolution",
     "softmax_attention",
     "softmax_decode",
+    "swiglu",
 ]

@@ -1,4 +1,4 @@
-"""Root-mean-square norms over the last axis, plain or with a gate on their output."""
+"""Root-mean-square norms over the last axis: plain, of a sum, or with a gate on their output."""
 
 import importlib.util
 from collections.abc import Callable
@@ -37,9 +37,38 @@ def rms_norm(
     """
     check_tensor("weight", weight, "N", (_width(x),), x)
     dtype = dtype or x.dtype
-    if dtype != torch.float64 and _takes_triton(backend, x):
-        return TRITON(x, None, weight, eps, False, dtype)
+    if _takes_triton(backend, x, dtype):
+        y: Tensor = TRITON(x, None, None, weight, eps, False, dtype)[0]
+        return y
     return _normalised(x, weight, eps).to(dtype)
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float = 1e-6, backend: str = "auto", dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """s = x + y, the residual stream and what a layer adds to it, and z = s / sqrt(mean(s²) + eps) ⊙ weight, the
+    `rms_norm` of s as it is returned: one pass over what are otherwise two, in the backward, too.
+
+    Args:
+        x, y: [..., N].
+        weight: [N], of any floating dtype.
+        eps: added to the mean square.
+        backend: see `rms_norm`.
+        dtype: of z; the sum's unless given.
+
+    Returns:
+        s [..., N] in the dtype that x + y has, and z [..., N].
+    """
+    N = _width(x)
+    check_tensor("y", y, "..., N", tuple(x.shape), x)
+    check_tensor("weight", weight, "N", (N,), x)
+    dtype = dtype or torch.promote_types(x.dtype, y.dtype)
+    if _takes_triton(backend, x, y.dtype, dtype):
+        z, total = TRITON(x, y, None, weight, eps, False, dtype)
+    else:
+        total = x + y
+        z = _normalised(total, weight, eps).to(dtype)
+    return total, z
 
 
 def gated_rms_norm(
@@ -69,8 +98,9 @@ def gated_rms_norm(
     if weight is not None:
         check_tensor("weight", weight, "N", (N,), x)
     check_choice("activation", activation, ACTIVATIONS)
-    if _takes_triton(backend, x, gate):
-        return TRITON(x, gate, weight, eps, activation == "silu", x.dtype)
+    if _takes_triton(backend, x, gate.dtype):
+        y: Tensor = TRITON(x, None, gate, weight, eps, activation == "silu", x.dtype)[0]
+        return y
     y = _normalised(x, weight, eps)
     opening = gate.to(torch.promote_types(y.dtype, gate.dtype))
     return (y * (F.silu(opening) if activation == "silu" else opening.sigmoid())).to(x.dtype)
@@ -83,8 +113,8 @@ def _width(x: Tensor) -> int:
     return x.shape[-1]
 
 
-def _takes_triton(backend: str, x: Tensor, *others: Tensor) -> bool:
-    N, wide = x.shape[-1], any(z.dtype == torch.float64 for z in (x, *others))
+def _takes_triton(backend: str, x: Tensor, *others: torch.dtype) -> bool:
+    N, wide = x.shape[-1], torch.float64 in (x.dtype, *others)
     chosen = resolve_backend(backend, x.device)
     if chosen == "triton" and (wide or N > WIDEST_NORM):
         got = f"N = {N} in {torch.float64 if wide else x.dtype}"

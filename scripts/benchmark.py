@@ -20,8 +20,8 @@ Memory    extra MiB: the peak during forward and backward beyond inputs and d_o;
 Host      µs of wall time per forward and backward at B=1 T=64, where the GPU waits for the host.
 Cold      seconds of the first forward and backward in a new process with an empty Triton cache, imports not counted.
 Decoding  `fused_recurrent_*`, one token of B sequences, float32 state; floor = the state read and written.
-Around    softmax_attention, with decoding over a cache (attention.py), short_convolution, rms_norm, gated_rms_norm and
-          linear_cross_entropy (fused.py), if --ops names them, beside torch's own.
+Around    softmax_attention, with decoding over a cache (attention.py), short_convolution, rms_norm, gated_rms_norm,
+          add_rms_norm, swiglu and linear_cross_entropy (fused.py), if --ops names them, beside torch's own.
 """
 
 import argparse

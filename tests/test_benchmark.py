@@ -220,6 +220,17 @@ def test_bytes_around_the_recurrence() -> None:
     assert found == {"forward": 2 * x.nbytes, "both": 5 * x.nbytes}
 
 
+def test_bytes_of_a_sum_and_of_a_gate() -> None:
+    """x y → s z and s ds dz → dx dy, with s as wide as x and z as y, and one gradient in one dtype; gate and up are as
+    large as y twice."""
+    stream, added = torch.empty(2, 100, 64), torch.empty(2, 100, 64, dtype=torch.bfloat16)
+    found = fused.floor_bytes("add_rms_norm", {"x": stream, "y": added})
+    assert found == {"forward": 6 * added.nbytes, "both": 14 * added.nbytes}
+    found = fused.floor_bytes("add_rms_norm", {"x": added, "y": added})
+    assert found == {"forward": 4 * added.nbytes, "both": 8 * added.nbytes}
+    assert fused.floor_bytes("swiglu", {"x": added}) == {"forward": 1.5 * added.nbytes, "both": 4 * added.nbytes}
+
+
 def test_check_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--device", "cpu", "--shapes", "1x64x1x16,2x9x1x16", "--ops", "kda", "--check-only", "--dtype", "bf16")
     assert call(monkeypatch, "kernels", *words) == 0

@@ -52,6 +52,16 @@ def reciprocal(x):
 
 
 @triton.jit
+def opening(z, SILU: tl.constexpr):
+    """a(z) and a'(z) of a gate's activation: SiLU, or the sigmoid."""
+    sigmoid = reciprocal(1.0 + exp2(z * -LOG2_E))
+    if SILU:
+        return z * sigmoid, sigmoid * (1.0 + z * (1.0 - sigmoid))
+    else:
+        return sigmoid, sigmoid * (1.0 - sigmoid)
+
+
+@triton.jit
 def softplus(x):
     """log(1 + eˣ) and its derivative, the sigmoid, both from u = e^−|x|, to 3e-7 of themselves (4e-6 below −20).
 

@@ -22,6 +22,12 @@ def contiguous(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """[M, N] with numbers side by side, a view if it can be."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def token_stride(x: Tensor) -> int | None:
     """From each token of x [B, T, ...] to the next, on through the batch; None where that is not one number."""
     B, T = x.shape[:2]

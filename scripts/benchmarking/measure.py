@@ -145,23 +145,28 @@ def errors_at_shape(call: Call, case: Case, problem: "Problem") -> dict[str, flo
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of a call, and the gradient of its output."""
+    """The inputs of a call, and the gradient of its output; of its second result, too, if that has one."""
 
     leaves: Inputs
     d_o: Tensor
+    d_second: Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: Inputs, d_o: Tensor | None = None) -> "Problem":
+    def of(cls, inputs: Inputs, d_o: Tensor | None = None, d_second: Tensor | None = None) -> "Problem":
         leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-        return cls(leaves, torch.randn_like(inputs["v"]) if d_o is None else d_o)
+        return cls(leaves, torch.randn_like(inputs["v"]) if d_o is None else d_o, d_second)
 
     def forward(self, call: Call) -> object:
         with torch.no_grad():
             return call(**self.leaves)
 
     def both(self, call: Call) -> list[Tensor]:
-        o, _ = call(**self.leaves)
-        return [o, *torch.autograd.grad(o, list(self.leaves.values()), self.d_o)]
+        """The results that have gradients, and the gradients of all inputs."""
+        o, second = call(**self.leaves)
+        results, d_results = [o], [self.d_o]
+        if second is not None and self.d_second is not None:
+            results, d_results = [o, second], [self.d_o, self.d_second]
+        return [*results, *torch.autograd.grad(results, list(self.leaves.values()), d_results)]
 
 
 def median_ms(function: Callable[[], object], repeats: int, device: torch.device) -> float:

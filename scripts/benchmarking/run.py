@@ -329,7 +329,7 @@ class Run:
         if self.options.check_only:
             return row
         inputs = fused.make_inputs(op, shape, self.dtype, self.device, self.options.seed)
-        problem = Problem.of(inputs, fused.d_output(op, inputs))
+        problem = Problem.of(inputs, *fused.d_outputs(op, inputs))
         if self.bandwidth:
             row["floor_ms"] = {key: 1e3 * n / self.bandwidth for key, n in fused.floor_bytes(op, inputs).items()}
         for name, backend in backends.items():
@@ -341,14 +341,13 @@ class Run:
         short = Shape(measure.CHECKED["B"], measure.CHECKED["T"], shape.H, shape.D)
         inputs = fused.make_inputs(op, short, self.dtype, self.device, self.options.seed)
         exact = {name: x.double() for name, x in inputs.items()}
-        errors = {}
-        o, *gradients = Problem.of(inputs, fused.d_output(op, inputs)).both(
-            fused.bind(op, backend, inputs, self.options.seed)
-        )
-        d_exact = fused.d_output(op, inputs).double()
-        wanted = Problem.of(exact, d_exact).both(fused.bind(op, "torch", exact, self.options.seed))
-        for name, out, ref in zip(("o", *(f"d{x}" for x in inputs)), (o, *gradients), wanted, strict=True):
-            errors[name] = measure.relative_error(out, ref)
+        d_o, d_second = fused.d_outputs(op, inputs)
+        d_exact = d_o.double(), None if d_second is None else d_second.double()
+        found = Problem.of(inputs, d_o, d_second).both(fused.bind(op, backend, inputs, self.options.seed))
+        wanted = Problem.of(exact, *d_exact).both(fused.bind(op, "torch", exact, self.options.seed))
+        names = ("o", *([] if d_second is None else ["sum"]), *(f"d{x}" for x in inputs))
+        pairs = zip(names, found, wanted, strict=True)
+        errors = {name: measure.relative_error(out, ref) for name, out, ref in pairs}
         return {"errors": errors, "error": measure.worst(errors)}
 
     # Softmax attention

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support import error
 from torch import Tensor, nn
 
+import kernels
 from kda_lm.layers import RMSNorm, Rotary, ShortConvolution, SwiGLU
 
 BF16 = 2**-8  # one rounding
@@ -36,11 +37,24 @@ def test_rms_norm_computes_wide_and_keeps_the_dtype(dtype: torch.dtype, size: fl
     assert error(y, F.rms_norm(x.double(), (64,))) < BF16
 
 
-def test_swiglu() -> None:
-    layer = SwiGLU(4, 6).double()
+@pytest.mark.parametrize("hidden", [6, 16, 1])
+def test_swiglu(hidden: int) -> None:
+    """With padding to the joint weight and without."""
+    layer = SwiGLU(4, hidden).double()
     x = torch.randn(3, 4, dtype=torch.float64)
     gate, up = x @ layer.gate_proj.weight.T, x @ layer.up_proj.weight.T
     assert error(layer(x), (gate * gate.sigmoid() * up) @ layer.out_proj.weight.T) < 1e-14
+
+
+def test_the_gate_takes_a_joint_product_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No split, whose backward would copy; with padding rows of the product are read where they lie."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(kernels, "swiglu", lambda x, op=kernels.swiglu: seen.append(x) or op(x))
+    for hidden in (16, 6):
+        SwiGLU(4, hidden)(torch.randn(3, 4))
+    whole, part = seen
+    assert whole.shape == (3, 32) and type(whole.grad_fn).__name__ == "MmBackward0"
+    assert part.shape == (3, 12) and part.stride() == (16, 1)
 
 
 def convolve(layer: ShortConvolution, x: Tensor, *state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support import KINDS, PUBLISHED, error, mixer_options, small_options, tiny_
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+import kernels
 from kda_lm.decoding import Decoder
 from kda_lm.errors import UserError
 from kda_lm.generation import SamplingConfig, generate
@@ -115,6 +117,26 @@ def test_the_residual_stream_by_hand(init: str, hidden: int) -> None:
         if hidden:
             x = x + block.mlp(norm(x))  # type: ignore[operator]
     assert error(model(ids)[0], norm(x) @ model.embedding.weight.T) < EXACT
+
+
+@pytest.mark.parametrize("hidden", [0, 24])
+@torch.inference_mode()
+def test_every_addition_is_one_with_the_norm_after_it(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In passes and in steps: the first norm alone has nothing to add."""
+    model, ids = tiny_lm(*KINDS.values(), mlp_hidden=hidden), tokens(2, 9)
+    calls: list[str] = []
+
+    def count(name: str, op: Any, x: Tensor, *rest: Any) -> Any:
+        calls.extend([name] if x.dim() == 3 else [])  # not those of heads
+        return op(x, *rest)
+
+    for name in ("rms_norm", "add_rms_norm"):
+        monkeypatch.setattr(kernels, name, partial(count, name, getattr(kernels, name)))
+    decoder = Decoder(model, capacity=9)
+    for call in (lambda: decoder.prefill(ids[:, :8].tolist()), lambda: decoder.append(ids[:, 8:])):
+        calls.clear()
+        call()
+        assert calls == ["rms_norm"] + ["add_rms_norm"] * len(model.blocks) * (2 if hidden else 1)
 
 
 # ------------------------------------------------------------------------------ packed documents

@@ -6,7 +6,7 @@ import torch
 from recurrence_cases import Inputs, assert_close
 from torch import Tensor
 
-from kernels import gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution
+from kernels import add_rms_norm, gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution, swiglu
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -125,11 +125,19 @@ def assert_conv_one_result(inputs: Inputs, used: int) -> None:
 
 
 def norm_inputs(
-    *shape: int, gated: bool = True, weighted: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
+    *shape: int,
+    added: bool = False,
+    gated: bool = True,
+    weighted: bool = True,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
 ) -> Inputs:
-    """Rows of all lengths, down to where eps counts."""
+    """Rows of all lengths, down to where eps counts; what is `added` is y."""
     x = normal(*shape, seed=seed)
-    inputs = {"x": x * torch.logspace(-4, 2, shape[0], dtype=x.dtype).view(-1, *[1] * (len(shape) - 1))}
+    sizes = torch.logspace(-4, 2, shape[0], dtype=x.dtype).view(-1, *[1] * (len(shape) - 1))
+    inputs = {"x": x * sizes}
+    if added:
+        inputs["y"] = normal(*shape, seed=seed + 3) * sizes
     if gated:
         inputs["gate"] = 2 * normal(*shape, seed=seed + 1)
     if weighted:
@@ -138,22 +146,74 @@ def norm_inputs(
 
 
 def norm(inputs: Inputs, backend: str, compiler: str | None = None, **options: Any) -> Inputs:
-    """y and every gradient."""
+    """Results and every gradient: of the norm of a sum if there is a y, with a gate if there is one."""
     leaves = leaves_of(inputs)
+    op: Any = add_rms_norm if "y" in inputs else gated_rms_norm if "gate" in inputs else rms_norm
 
-    def function(**tensors: Tensor) -> Tensor:
-        return (gated_rms_norm if "gate" in tensors else rms_norm)(**tensors, **options, backend=backend)
+    def function(**tensors: Tensor) -> Any:
+        return op(**tensors, **options, backend=backend)
 
     call = function if compiler is None else torch.compile(function, backend=compiler, fullgraph=True)
-    return differentiate({"y": call(**leaves)}, leaves)
+    results = call(**leaves)
+    return differentiate(dict(zip("sz", results, strict=True)) if "y" in inputs else {"y": results}, leaves)
 
 
 def assert_norm(inputs: Inputs, dtype: torch.dtype, limit: float, **options: Any) -> None:
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
-    ref = norm({name: x.double() for name, x in inputs.items()}, "torch", **options)
+    exact = {name: x.double() for name, x in inputs.items()}
+    if "y" in inputs:  # what is normalised has been rounded
+        exact |= {"x": (inputs["x"] + inputs["y"]).double(), "y": torch.zeros_like(exact["y"])}
+    ref = norm(exact, "torch", **options)
     out = norm(inputs, "triton", **options)
     assert all(x.dtype == dtype for x in out.values())
     assert_close(out, ref, limit)
+
+
+def assert_sum_and_norm_apart(inputs: Inputs, limit: float, same: str = "sz", **options: Any) -> None:
+    """As the sum and its norm one after the other: what is named in `same` to the bit, all the rest to `limit`."""
+    leaves = leaves_of(inputs)
+    total = leaves["x"] + leaves["y"]
+    z = rms_norm(total, leaves["weight"], **options, backend="triton")
+    ref = differentiate({"s": total, "z": z}, leaves)
+    out = norm(inputs, "triton", **options)
+    assert_same({name: out[name] for name in same}, {name: ref[name] for name in same})
+    assert all(out[name].dtype == value.dtype for name, value in ref.items())
+    assert_close(out, ref, limit)
+
+
+def assert_either_gradient(inputs: Inputs, limit: float, compiler: str | None = None, **options: Any) -> None:
+    """Of the sum alone, and of the norm alone; the other result is not used. What has no gradient is zero."""
+    for used in (0, 1):
+        found = []
+        for backend, dtype in (("triton", None), ("torch", torch.float64)):
+            leaves = leaves_of({name: x.to(dtype or x.dtype) for name, x in inputs.items()})
+
+            def function(**tensors: Tensor) -> Tensor:
+                return add_rms_norm(**tensors, **options, backend=backend)[used]  # noqa: B023
+
+            ours = compiler is not None and backend == "triton"
+            result = (torch.compile(function, backend=compiler, fullgraph=True) if ours else function)(**leaves)
+            d = normal(*result.shape).to(result)
+            grads = torch.autograd.grad(result, list(leaves.values()), d, allow_unused=True)
+            pairs = zip(leaves.items(), grads, strict=True)
+            found.append({name: torch.zeros_like(x) if d is None else d for (name, x), d in pairs})
+        assert_close(found[0], found[1], limit)
+
+
+def assert_gradients_are_apart(inputs: Inputs) -> None:
+    """x and y in one dtype have one gradient; what is done to one of them later is not done to the other."""
+    leaves = leaves_of(inputs)
+    results = add_rms_norm(**leaves, backend="triton")
+    torch.autograd.backward(results, [torch.ones_like(x) for x in results], retain_graph=True)
+    first = {name: x.grad.clone() for name, x in leaves.items() if x.grad is not None}
+    assert torch.equal(first["x"], first["y"])
+    with torch.no_grad():
+        assert leaves["x"].grad is not None and leaves["y"].grad is not None
+        leaves["x"].grad.zero_()
+        assert torch.equal(leaves["y"].grad, first["y"])
+    torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+    assert torch.equal(leaves["x"].grad, first["x"])
+    assert torch.equal(leaves["y"].grad, 2 * first["y"])
 
 
 def assert_norm_rows_alone(inputs: Inputs) -> None:
@@ -178,6 +238,53 @@ def assert_norm_strides(inputs: Inputs) -> None:
         others = {name: x if name == "weight" else change(x) for name, x in inputs.items()}
         assert not others["x"].is_contiguous()
         assert_same(norm(others, "triton"), expected)
+
+
+# SwiGLU
+
+
+def gate_inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Inputs:
+    """x [..., 2·N] of this shape: gates from closed to open, and of 0."""
+    x = 3 * normal(*shape)
+    gates = x.view(-1, shape[-1])[0, : shape[-1] // 2]
+    gates[:3] = torch.tensor([0, -100, 100])[: len(gates)]
+    return {"x": x.to(dtype)}
+
+
+def gate(inputs: Inputs, backend: str, compiler: str | None = None) -> Inputs:
+    """y and x's gradient."""
+    leaves = leaves_of(inputs)
+
+    def function(x: Tensor) -> Tensor:
+        return swiglu(x, backend=backend)
+
+    call = function if compiler is None else torch.compile(function, backend=compiler, fullgraph=True)
+    return differentiate({"y": call(**leaves)}, leaves)
+
+
+def assert_gate(inputs: Inputs, dtype: torch.dtype, limit: float) -> None:
+    inputs = {"x": inputs["x"].to(dtype)}
+    out = gate(inputs, "triton")
+    assert all(x.dtype == dtype for x in out.values())
+    assert out["dx"].is_contiguous()
+    assert_close(out, gate({"x": inputs["x"].double()}, "torch"), limit)
+
+
+def assert_gate_strides(inputs: Inputs) -> None:
+    """x is a part of wider rows, as padding leaves it, or laid out backwards; so is y's gradient; rows come alone."""
+    x = inputs["x"]
+    expected = gate(inputs, "triton")
+    for other in (torch.cat([x, torch.full_like(x[..., :3], 99.0)], dim=-1)[..., :-3], x.mT.contiguous().mT):
+        assert torch.equal(other, x) and not other.is_contiguous()
+        assert_same(gate({"x": other}, "triton"), expected)
+    leaf = x.detach().requires_grad_()
+    y = swiglu(leaf, backend="triton")
+    d_y = normal(*y.shape).to(y)
+    for other in (torch.cat([d_y, d_y], dim=-1)[..., : y.shape[-1]], d_y.mT.contiguous().mT):
+        grads = (torch.autograd.grad(y, leaf, d, retain_graph=True)[0] for d in (d_y, other))
+        assert torch.equal(*grads)
+    for n in range(len(x)):
+        assert torch.equal(swiglu(x[n : n + 1], backend="triton"), expected["y"][n : n + 1])
 
 
 # The loss

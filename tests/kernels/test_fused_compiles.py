@@ -23,6 +23,7 @@ from kernels.gpu.cross_entropy import linear_cross_entropy
 from kernels.gpu.norm import norm as norm_of
 from kernels.gpu.rotary import rotary
 from kernels.gpu.short_conv import short_conv
+from kernels.gpu.swiglu import swiglu
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
@@ -47,9 +48,18 @@ def conv(T: int, D: int, W: int, dtype: torch.dtype, packed: bool, everything: b
 def norm(N: int, dtype: torch.dtype, gated: bool) -> None:
     x, gate, weight = torch.zeros(16, N, dtype=dtype), torch.zeros(16, N, dtype=dtype), torch.zeros(N)
     if gated:
-        both(lambda *leaves: [norm_of(*leaves, 1e-6, True, dtype)], x, gate, weight)
+        both(lambda x, *others: norm_of(x, None, *others, 1e-6, True, dtype), x, gate, weight)
     else:
-        both(lambda x, weight: [norm_of(x, None, weight, 1e-6, True, dtype)], x, weight)
+        both(lambda x, weight: norm_of(x, None, None, weight, 1e-6, True, dtype), x, weight)
+
+
+def add_norm(N: int, x_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    x, y, weight = torch.zeros(16, N, dtype=x_dtype), torch.zeros(16, N, dtype=dtype), torch.zeros(N)
+    both(lambda x, y, weight: norm_of(x, y, None, weight, 1e-6, True, dtype), x, y, weight)
+
+
+def gate(N: int, dtype: torch.dtype) -> None:
+    both(lambda x: [swiglu(x)], torch.zeros(16, 2 * N, dtype=dtype))
 
 
 def turn(D: int, T: int, dtype: torch.dtype, norm: bool) -> None:
@@ -76,6 +86,12 @@ OPERATIONS = {
     "norm-1024-bf16": (norm, 1024, BFLOAT16, False),
     "norm-8192-fp32": (norm, 8192, FLOAT32, True),
     "norm-8191": (norm, 8191, BFLOAT16, True),
+    "add-norm-768-bf16": (add_norm, 768, FLOAT32, BFLOAT16),
+    "add-norm-1024-bf16": (add_norm, 1024, BFLOAT16, BFLOAT16),
+    "add-norm-8192": (add_norm, 8192, FLOAT32, BFLOAT16),
+    "swiglu-2048-bf16": (gate, 2048, BFLOAT16),
+    "swiglu-2736-fp32": (gate, 2736, FLOAT32),
+    "swiglu-1365": (gate, 1365, BFLOAT16),
     "rotary-64-bf16": (turn, 64, 2048, BFLOAT16, True),
     "rotary-96-bf16": (turn, 96, 1, BFLOAT16, True),
     "rotary-256-fp32": (turn, 256, 33, FLOAT32, False),

@@ -14,7 +14,7 @@ from recurrence_cases import Inputs, assert_close, error
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels import gated_rms_norm, linear_cross_entropy, rms_norm, rotary, short_convolution
+from kernels import add_rms_norm, gated_rms_norm, linear_cross_entropy, rms_norm, rotary, short_convolution, swiglu
 
 pytestmark = gpu_checks.required
 
@@ -137,6 +137,41 @@ def test_norm_of_a_float32_stream_for_bfloat16_products() -> None:
     assert error(out["y"], ref["y"]) <= LIMITS[BFLOAT16]
 
 
+@dtypes
+@pytest.mark.parametrize("shape", [(4, 150, 768), (3000, 1024), (700, 8192), (300, 8191), (900, 1), (511, 77)])
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_norm_of_a_sum_matches_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    checks.assert_norm(placed(checks.norm_inputs(*shape, added=True, gated=False)), dtype, LIMITS[dtype])
+
+
+@pytest.mark.parametrize("N", [768, 1000])
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_norm_of_a_sum_under_autocast(N: int) -> None:
+    """A float32 stream and what a bfloat16 layer adds. Sums of a row may be in another order than without a sum."""
+    inputs = placed(checks.norm_inputs(300, N, added=True, gated=False, dtype=FLOAT32))
+    inputs["y"] = inputs["y"].bfloat16()
+    checks.assert_sum_and_norm_apart(inputs, LIMITS[BFLOAT16], same="s", dtype=BFLOAT16)
+    checks.assert_either_gradient(inputs, LIMITS[BFLOAT16])
+    checks.assert_norm_strides(inputs)
+
+
+def test_norm_of_a_sum_with_one_gradient_for_both() -> None:
+    checks.assert_gradients_are_apart(placed(checks.norm_inputs(300, 768, added=True, gated=False, dtype=BFLOAT16)))
+
+
+def test_norm_of_a_sum_of_more_than_2_31_numbers() -> None:
+    M, N = 17_000_000, 128
+    x, y = random(M, N, dtype=FLOAT32).requires_grad_(), random(M, N, seed=1).requires_grad_()
+    weight = random(N, seed=2)
+    results = add_rms_norm(x, y, weight, backend="triton", dtype=BFLOAT16)
+    grads = torch.autograd.grad(results, (x, y), [z.detach() for z in results])
+    ends = [z.detach()[-100:].clone().requires_grad_() for z in (x, y)]
+    alone = add_rms_norm(*ends, weight, backend="triton", dtype=BFLOAT16)
+    d_alone = torch.autograd.grad(alone, ends, [z.detach() for z in alone])
+    for found, wanted in zip((*results, *grads), (*alone, *d_alone), strict=True):
+        assert torch.equal(found[-100:], wanted)
+
+
 def test_norm_of_more_than_2_31_numbers() -> None:
     M, N = 17_000_000, 128
     x, gate = random(M, N).requires_grad_(), random(M, N, seed=1).requires_grad_()
@@ -148,6 +183,33 @@ def test_norm_of_more_than_2_31_numbers() -> None:
     assert torch.equal(y[-100:], y_end)
     for found, alone in zip(grads, torch.autograd.grad(y_end, ends, y_end.detach()), strict=True):
         assert torch.equal(found[-100:], alone)
+
+
+# SwiGLU
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(4, 150, 4096), (3000, 2752), (511, 154), (900, 2), (70, 2730), (1, 4096)])
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_swiglu_matches_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    checks.assert_gate(placed(checks.gate_inputs(*shape)), dtype, LIMITS[dtype])
+
+
+@pytest.mark.parametrize("N", [4096, 154])
+def test_swiglu_alone_and_strided_are_the_same_bits(N: int) -> None:
+    checks.assert_gate_strides(placed(checks.gate_inputs(5, 3, N, dtype=BFLOAT16)))
+
+
+def test_swiglu_of_more_than_2_31_numbers() -> None:
+    M, N = 1_100_000, 1376
+    x = random(M, 2 * N).requires_grad_()
+    assert x.numel() > 2**31
+    y = swiglu(x, backend="triton")
+    (d_x,) = torch.autograd.grad(y, x, y.detach())
+    end = x.detach()[-100:].clone().requires_grad_()
+    y_end = swiglu(end, backend="triton")
+    assert torch.equal(y[-100:], y_end)
+    assert torch.equal(d_x[-100:], torch.autograd.grad(y_end, end, y_end.detach())[0])
 
 
 # The loss
@@ -241,8 +303,11 @@ def calls() -> dict[str, tuple[Any, list[Tensor]]]:
     """Each op as a function of its differentiable tensors."""
     conv = placed(checks.conv_inputs(2, 300, 200, 4, EVERYTHING, BFLOAT16))
     norm = placed(checks.norm_inputs(300, 3, 96, dtype=BFLOAT16))
+    sums = placed(checks.norm_inputs(300, 768, added=True, gated=False, dtype=BFLOAT16))
+    sums["x"] = sums["x"].float()
     loss = placed(checks.loss_inputs(3000, 64, 1000, BFLOAT16))
     targets = loss.pop("targets")
+    gate = placed(checks.gate_inputs(300, 2 * 688, dtype=BFLOAT16))
     heads, positions = placed(rotary_checks.make_inputs(2, 300, 3, 96, True, BFLOAT16)), placed_positions(300)
     turns = rotary_checks.frequencies(96, DEVICE)
 
@@ -254,13 +319,15 @@ def calls() -> dict[str, tuple[Any, list[Tensor]]]:
     return {
         "conv": (convolve, list(conv.values())),
         "norm": (lambda x, weight: (rms_norm(x, weight, backend="triton"),), [norm["x"], norm["weight"]]),
+        "norm of a sum": (lambda *xs: add_rms_norm(*xs, backend="triton", dtype=BFLOAT16), list(sums.values())),
         "gated norm": (lambda *xs: (gated_rms_norm(*xs, backend="triton"),), list(norm.values())),
+        "swiglu": (lambda x: (swiglu(x, backend="triton"),), list(gate.values())),
         "rotary": (lambda x, weight: (rotary(x, positions, turns, weight, backend="triton"),), list(heads.values())),
         "loss": (lambda x, w: (linear_cross_entropy(x, w, targets, backend="triton"),), list(loss.values())),
     }
 
 
-OPS = ("conv", "norm", "gated norm", "rotary", "loss")
+OPS = ("conv", "norm", "norm of a sum", "gated norm", "swiglu", "rotary", "loss")
 
 
 def results(function: Any, tensors: list[Tensor]) -> list[Tensor]:

@@ -1,9 +1,10 @@
-"""The Triton kernels around the recurrence in Triton's interpreter: short convolution, norms, loss. See interpreter.py.
+"""The Triton kernels around the recurrence in Triton's interpreter: short convolution, norms, SwiGLU, loss.
 
-test_fused_gpu.py has the real compiler, other dtypes and sizes.
+See interpreter.py. test_fused_gpu.py has the real compiler, other dtypes and sizes.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import interpreter
 import pytest
 import torch
 from recurrence_cases import BFLOAT16_ERROR, FLOAT32_ERROR, error
+from torch.utils.checkpoint import checkpoint
 
 interpreter.required()
 
@@ -18,7 +20,14 @@ import bfloat16  # noqa: E402
 import fused_checks as checks  # noqa: E402
 import packed_checks  # noqa: E402
 
-from kernels import gated_rms_norm, linear_cross_entropy, rms_norm, short_convolution  # noqa: E402
+from kernels import (  # noqa: E402
+    add_rms_norm,
+    gated_rms_norm,
+    linear_cross_entropy,
+    rms_norm,
+    short_convolution,
+    swiglu,
+)
 from kernels.gpu import cross_entropy, short_conv  # noqa: E402
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -188,27 +197,101 @@ def test_norm_rounds_what_it_returns_and_not_what_it_keeps() -> None:
     assert error(out["dx"], ref["dx"].double()) <= FLOAT32_ERROR
 
 
+@dtypes
+@pytest.mark.parametrize("shape", [(3, 5, 2, 20), (7, 5000), (9, 1), (130, 64)])
+def test_norm_of_a_sum_matches_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    checks.assert_norm(checks.norm_inputs(*shape, added=True, gated=False), dtype, LIMITS[dtype])
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "y_dtype", "dtype"),
+    [
+        (FLOAT32, BFLOAT16, BFLOAT16),  # a residual stream under autocast
+        (FLOAT32, BFLOAT16, None),
+        (BFLOAT16, FLOAT32, BFLOAT16),
+        (BFLOAT16, BFLOAT16, None),
+        (torch.float16, BFLOAT16, None),  # whose sum is float32
+        (FLOAT32, FLOAT32, None),
+    ],
+    ids=str,
+)
+def test_norm_of_a_sum_is_the_sum_and_its_norm(
+    x_dtype: torch.dtype, y_dtype: torch.dtype, dtype: torch.dtype | None
+) -> None:
+    """Any dtypes, which gradients have, too; under a compiler as without."""
+    inputs = checks.norm_inputs(6, 20, added=True, gated=False, dtype=FLOAT32)
+    inputs["x"], inputs["y"] = inputs["x"].to(x_dtype), inputs["y"].to(y_dtype)
+    narrow = FLOAT32 if x_dtype == y_dtype == FLOAT32 else BFLOAT16
+    checks.assert_sum_and_norm_apart(inputs, LIMITS[narrow], dtype=dtype)
+    eager, compiled = (checks.norm(inputs, "triton", compiler, dtype=dtype) for compiler in (None, "aot_eager"))
+    checks.assert_same(compiled, eager)
+
+
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_norm_of_a_sum_with_one_gradient(compiler: str | None) -> None:
+    inputs = checks.norm_inputs(6, 20, added=True, gated=False, dtype=FLOAT32)
+    checks.assert_either_gradient(inputs, FLOAT32_ERROR, compiler)
+    mixed = {**inputs, "y": inputs["y"].bfloat16()}
+    checks.assert_either_gradient(mixed, LIMITS[BFLOAT16], compiler)
+
+
+def test_norm_of_a_sum_with_one_gradient_for_both() -> None:
+    checks.assert_gradients_are_apart(checks.norm_inputs(6, 20, added=True, gated=False, dtype=FLOAT32))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_norm_of_a_sum_checkpointed(use_reentrant: bool) -> None:
+    """Which gives each saved tensor away once."""
+    inputs = checks.norm_inputs(6, 20, added=True, gated=False, dtype=FLOAT32)
+
+    def gradients(call: Any, **options: Any) -> list[torch.Tensor | None]:
+        leaves = list(checks.leaves_of(inputs).values())
+        torch.autograd.backward(tuple(x.square().sum() for x in call(*leaves, **options)))
+        return [x.grad for x in leaves]
+
+    plain = gradients(add_rms_norm)
+    again = gradients(partial(checkpoint, add_rms_norm), use_reentrant=use_reentrant)
+    assert all(a is not None and torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_norm_of_a_sum_takes_any_strides() -> None:
+    checks.assert_norm_strides(checks.norm_inputs(3, 5, 20, added=True, gated=False, dtype=FLOAT32))
+
+
 def test_norm_of_nothing_and_what_it_leaves_to_torch() -> None:
     assert rms_norm(torch.zeros(0, 4), torch.ones(4), backend="triton").shape == (0, 4)
+    assert [x.shape for x in add_rms_norm(*torch.zeros(2, 0, 4), torch.ones(4), backend="triton")] == [(0, 4)] * 2
+    for x, y in ((torch.ones(2, 8193), torch.ones(2, 8193)), (torch.ones(2, 4), torch.ones(2, 4).double())):
+        weight = torch.ones(x.shape[1])
+        with pytest.raises(ValueError, match=r"backend: got 'triton' for N = .*accepted: N ≤ 8192 in 16.*'torch'"):
+            add_rms_norm(x, y, weight, backend="triton")
+        found, wanted = add_rms_norm(x, y, weight), add_rms_norm(x, y, weight, backend="torch")
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     for x in (torch.ones(2, 8193), torch.ones(2, 4, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"backend: got 'triton' for N = .*accepted: N ≤ 8192 in 16.*'torch'"):
             gated_rms_norm(x, x, backend="triton")
+        with pytest.raises(ValueError, match=r"backend: got 'triton' for N = "):
+            rms_norm(x, torch.ones(x.shape[1]), backend="triton")
         assert torch.equal(gated_rms_norm(x, x), gated_rms_norm(x, x, backend="torch"))
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_norm_operator(gated: bool) -> None:
-    inputs = {x: y.requires_grad_() for x, y in checks.norm_inputs(2, 3, 20, gated=gated, dtype=FLOAT32).items()}
-    tensors = [inputs.get(name) for name in ("x", "gate", "weight")]
+@pytest.mark.parametrize("kind", ["plain", "gated", "of a sum", "of a sum in two dtypes"])
+def test_norm_operator(kind: str) -> None:
+    inputs = checks.norm_inputs(2, 3, 20, added="sum" in kind, gated=kind == "gated", dtype=FLOAT32)
+    if "two" in kind:
+        inputs["y"] = inputs["y"].bfloat16()
+    tensors = [inputs[name].requires_grad_() if name in inputs else None for name in ("x", "y", "gate", "weight")]
     torch.library.opcheck(
         torch.ops.kda_lm.norm_forward.default,
         (*tensors, 1e-6, True, BFLOAT16, True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
-    detached = [None if x is None else x.detach() for x in tensors]
+    x, y, *others = [None if x is None else x.detach() for x in tensors]
+    d_total = None if y is None else torch.ones(2, 3, 20)
+    y_dtype = None if y is None else y.dtype
     torch.library.opcheck(
         torch.ops.kda_lm.norm_backward.default,
-        (torch.ones(2, 3, 20), *detached, torch.ones(2, 3), True),
+        (torch.ones(2, 3, 20), d_total, x, *others, torch.ones(2, 3), True, FLOAT32, y_dtype),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -216,6 +299,49 @@ def test_norm_operator(gated: bool) -> None:
 def test_norm_compiles_without_graph_breaks() -> None:
     inputs = checks.norm_inputs(2, 3, 20, dtype=FLOAT32)
     checks.assert_same(checks.norm(inputs, "triton", compiler="aot_eager"), checks.norm(inputs, "triton"))
+
+
+# SwiGLU
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(2, 3, 704), (5, 1202), (1, 2), (700, 6), (4, 32)])
+def test_swiglu_matches_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Rows within a program and across some, widths of any divisor, a last program that is not full."""
+    checks.assert_gate(checks.gate_inputs(*shape), dtype, LIMITS[dtype])
+
+
+def test_swiglu_takes_any_strides() -> None:
+    checks.assert_gate_strides(checks.gate_inputs(3, 5, 20, dtype=FLOAT32))
+
+
+def test_swiglu_of_nothing_and_what_it_leaves_to_torch() -> None:
+    assert swiglu(torch.zeros(0, 4), backend="triton").shape == (0, 2)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    with pytest.raises(
+        ValueError, match=r"backend: got 'triton' for torch.float64, accepted: 16 or 32 bits; .*'torch'"
+    ):
+        swiglu(x, backend="triton")
+    assert torch.equal(swiglu(x), swiglu(x, backend="torch"))
+
+
+def test_swiglu_operator() -> None:
+    x = checks.gate_inputs(2, 3, 20, dtype=FLOAT32)["x"].requires_grad_()
+    torch.library.opcheck(
+        torch.ops.kda_lm.swiglu_forward.default,
+        (x,),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    torch.library.opcheck(
+        torch.ops.kda_lm.swiglu_backward.default,
+        (torch.ones(2, 3, 10), x.detach()),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_swiglu_compiles_without_graph_breaks() -> None:
+    inputs = checks.gate_inputs(2, 3, 20, dtype=FLOAT32)
+    checks.assert_same(checks.gate(inputs, "triton", compiler="aot_eager"), checks.gate(inputs, "triton"))
 
 
 # The loss
