@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from attention_cases import SCALE, make, make_cache
+from attention_cases import SCALE, kept, make, make_cache
 from test_triton_compiles import (
     DEFAULT_SHARED,
     KIB,
@@ -94,6 +94,9 @@ def all_kernels() -> dict[str, Kernel]:
     ):
         of = kernels_of(90, SHARED, tiles, BFLOAT16, 100, D, **options)
         found |= {f"table-sm90-bf16-{D}-{name}-{kernel}": x for kernel, x in of.items()}
+    for capability, D, T in ((90, 64, 256), (90, 128, 256), (90, 128, 100), (90, 256, 256), (100, 128, 256)):
+        of = kernels_of(capability, SHARED, kept(D), BFLOAT16, T, D)
+        found |= {f"kept-sm{capability}-{D}-{T}-{name}": x for name, x in of.items() if "forward" not in name}
     for dtype, capability, D, group, T in DECODING:
         inputs, lengths = make_cache([100], T, 100, HQ=8 * group, HKV=8, D=D, dtype=dtype)
         with recorded() as launches:
