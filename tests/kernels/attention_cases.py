@@ -42,7 +42,7 @@ def kept(D: int) -> AttentionTiles:
     pairs = {
         64: (Blocks(64, 64, 4, 3, 2), Blocks(128, 64, 8, 4)),
         128: (Blocks(32, 64, 4, 4, 2), Blocks(128, 64, 8, 3)),
-        256: (Blocks(32, 64, 8, 1), Blocks(128, 32, 8, 3)),
+        256: (Blocks(32, 64, 8, 2, 2), Blocks(128, 32, 8, 3)),
     }
     return replace(default(BFLOAT16, D), d_kv_kept=pairs[D][0], d_q_kept=pairs[D][1])
 
