@@ -15,7 +15,7 @@ import torch
 from kernels.gpu.limits import capability, padded
 
 KEPT_KEYS = 128  # that have rows of one length where dS is kept
-KEPT_BYTES = 512 * 2**20  # of dS at a time, at most
+KEPT_BYTES = 544 * 2**20  # of dS at a time, at most: of 2²⁸ pairs in bf16, 2,048 tokens or more a sequence
 
 
 @dataclass(frozen=True)
