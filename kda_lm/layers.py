@@ -43,38 +43,49 @@ class RMSNorm(nn.Module):
 
 
 class JointLinear(nn.Module):
-    """Linear layers of one input as one product, whose weights are laid below each other: x [..., dim] → a view
-    [..., n] for each layer. The layers keep their parameters, and this module adds no names; but it reads their weights
+    """Linear layers of one input, in groups: x [..., dim] → a tensor [..., n] for each group, the outputs of its layers
+    side by side. A group is one product, with weights that are laid below each other, so its output and the gradient
+    of that are whole. The layers keep their parameters, and this module adds no names; but it reads their weights
     alone: hooks on them do not run, and a layer that is put in another's place is not seen.
 
-    `fix` keeps the joint weight, for a model that is not trained any more.
+    `fix` keeps the joint weight, for a model that is not trained any more: then all groups are one product, and what
+    is returned are parts of its rows.
     """
 
-    def __init__(self, *layers: nn.Linear) -> None:
+    def __init__(self, *groups: Sequence[nn.Linear]) -> None:
         super().__init__()
-        if any(layer.bias is not None for layer in layers):
+        self.groups = groups  # no modules: their parameters are registered where they belong
+        if any(layer.bias is not None for layer in self.layers):
             raise ValueError("JointLinear: got a layer with a bias, accepted: none")
-        self.layers = layers  # a tuple: their parameters are registered where they belong
-        self.sizes = [layer.out_features for layer in layers]
-        self.padding = -sum(self.sizes) % ALIGNED
+        self.sizes = [sum(layer.out_features for layer in group) for group in groups]
+        self.paddings = [-size % ALIGNED for size in self.sizes]
         self.fixed: Tensor | None
         self.register_buffer("fixed", None, persistent=False)
 
-    def forward(self, x: Tensor, together: int = 1) -> tuple[Tensor, ...]:
-        """What the first `together` layers make of x comes as one tensor."""
-        weight = self._weight() if self.fixed is None else self.fixed
-        sizes = [sum(self.sizes[:together]), *self.sizes[together:], self.padding]
-        y = F.linear(x, weight)
-        # The backward of a split copies: there is none where one tensor is all.
-        return (y,) if y.shape[-1] == sizes[0] else y.split(sizes, dim=-1)[:-1]
+    @property
+    def layers(self) -> list[nn.Linear]:
+        return [layer for group in self.groups for layer in group]
 
-    def _weight(self) -> Tensor:
-        weights = [layer.weight for layer in self.layers]
-        return torch.cat([*weights, weights[0].new_zeros(self.padding, weights[0].shape[1])])
+    def forward(self, x: Tensor) -> list[Tensor]:
+        products: Sequence[Tensor]
+        if self.fixed is None:
+            products = [F.linear(x, weight) for weight in self._weights()]
+        else:
+            rows = [sum(pair) for pair in zip(self.sizes, self.paddings, strict=True)]
+            products = F.linear(x, self.fixed).split(rows, dim=-1)
+        return [y if y.shape[-1] == size else y[..., :size] for y, size in zip(products, self.sizes, strict=True)]
+
+    def _weights(self) -> list[Tensor]:
+        """Of each group, padded."""
+        found = []
+        for group, padding in zip(self.groups, self.paddings, strict=True):
+            weights = [layer.weight for layer in group]
+            found.append(torch.cat([*weights, weights[0].new_zeros(padding, weights[0].shape[1])]))
+        return found
 
     def fix(self, dtype: torch.dtype | None = None) -> None:
         """From here on the weights as they are now, in `dtype`."""
-        self.fixed = self._weight().detach().to(dtype)
+        self.fixed = torch.cat(self._weights()).detach().to(dtype)
 
 
 class SwiGLU(nn.Module):
@@ -85,58 +96,49 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(dim, hidden, bias=False)
         self.up_proj = nn.Linear(dim, hidden, bias=False)
         self.out_proj = nn.Linear(hidden, dim, bias=False)
-        self.in_proj = JointLinear(self.gate_proj, self.up_proj)
+        self.in_proj = JointLinear((self.gate_proj, self.up_proj))
 
     def forward(self, x: Tensor) -> Tensor:
-        (gate_and_up,) = self.in_proj(x, together=2)
+        (gate_and_up,) = self.in_proj(x)
         return self.out_proj(kernels.swiglu(gate_and_up))
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution over time, weight [D, width], then SiLU if `activation` says so.
+    """Causal depthwise convolution over time, weight [D, width], then SiLU if `activation` says so; `sizes`, of which D
+    is the sum, are those of the parts that its output is given in.
 
     The state is the last width − 1 inputs, [B, width − 1, D].
     """
 
-    def __init__(self, dim: int, width: int, activation: str | None) -> None:
+    def __init__(self, sizes: Sequence[int], width: int, activation: str | None) -> None:
         super().__init__()
-        self.activation = activation
-        self.weight = nn.Parameter(torch.randn(dim, width) * width**-0.5)
+        self.sizes, self.activation = tuple(sizes), activation
+        self.weight = nn.Parameter(torch.randn(sum(sizes), width) * width**-0.5)
 
     def forward(
         self,
-        parts: Sequence[Tensor],
+        x: Tensor,
         state: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         backend: str = "auto",
-    ) -> tuple[list[Tensor], Tensor]:
-        """D channels in parts [B, T, d] → y [B, T, d] of each and the state after the last token.
-
-        What is read from may be parts of wider rows; what is written lies without gaps, as the chunkwise kernels read.
+        inplace_state: bool = False,
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """x [B, T, D] → y [B, T, size] for each part, contiguous, and the state after the last token, which is written
+        over the one that came if `inplace_state` says so.
         """
-        sizes = [part.shape[-1] for part in parts]
-        weights = self.weight.split(sizes)
-        states = [None] * len(sizes) if state is None else state.split(sizes, dim=-1)
-        done = [
-            kernels.short_convolution(
-                x,
-                weight,
-                activation=self.activation,
-                initial_state=before,
-                output_final_state=True,
-                cu_seqlens=cu_seqlens,
-                backend=backend,
-            )
-            for x, weight, before in zip(parts, weights, states, strict=True)
-        ]
-        return [y for y, _ in done], torch.cat([after for _, after in done if after is not None], dim=-1)
-
-    def in_place(self, x: Tensor, state: Tensor, backend: str = "auto") -> Tensor:
-        """x [B, T, D] → y [B, T, D]; the state is written over."""
-        y, _ = kernels.short_convolution(
-            x, self.weight, activation=self.activation, initial_state=state, inplace_state=True, backend=backend
+        parts, state = kernels.short_convolution(
+            x,
+            self.weight,
+            activation=self.activation,
+            initial_state=state,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=backend,
+            inplace_state=inplace_state,
+            sizes=self.sizes,
         )
-        return y
+        assert state is not None
+        return parts, state
 
 
 class Rotary(nn.Module):

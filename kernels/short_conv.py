@@ -1,7 +1,7 @@
 """The short causal depthwise convolution in front of queries, keys and values, with its state for decoding."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from kernels.checks import (
     resolve_backend,
     without_triton,
 )
+from kernels.gpu.limits import MOST_PARTS
 from kernels.reference import compute_dtype
 
 MAX_WIDTH = 8
@@ -37,7 +38,8 @@ def short_convolution(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
     inplace_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    sizes: Sequence[int] | None = None,
+) -> tuple[Any, Tensor | None]:
     """y_t = act(Σ_{j<W} w_{W−1−j} ⊙ x_{t−j} + b), channel by channel, in float32 (float64 for float64 inputs).
 
     Args:
@@ -50,10 +52,12 @@ def short_convolution(
         cu_seqlens: int32 or int64 [N + 1], boundaries of N sequences (empty ones allowed) packed along T; B = 1.
         backend: see `resolve_backend`; "torch" and "reference" are one implementation, "triton" takes 16 and 32 bits.
         inplace_state: write the last state over the initial one. There is no gradient then.
+        sizes: of up to 3 parts, in order, that y's channels are to be given in; they add up to D.
 
     Returns:
-        y [B, T, D] in x's dtype, and the last W − 1 inputs of each sequence [N, W − 1, D] in x's dtype or None: in
-        new memory unless in place, and those of the initial state included where a sequence is shorter.
+        y [B, T, D] in x's dtype, or with `sizes` a tuple of [B, T, size], each contiguous; and the last W − 1 inputs of
+        each sequence [N, W − 1, D] in x's dtype or None: in new memory unless in place, and those of the initial state
+        included where a sequence is shorter.
     """
     check_tensor("x", x, "B, T, D", (-1, -1, -1))
     B, T, D = x.shape
@@ -72,6 +76,9 @@ def short_convolution(
         check_tensor("initial_state", initial_state, "N, W − 1, D", (N, history, D), x, x.dtype)
     if inplace_state:
         check_in_place(initial_state, x, weight, bias)
+    parts = [D] if sizes is None else list(sizes)
+    if not 1 <= len(parts) <= MOST_PARTS or sum(parts) != D or (sizes is not None and min(parts) < 1):
+        raise ValueError(f"sizes: got {parts}, accepted: 1 to {MOST_PARTS} numbers from 1 on that add up to D = {D}")
     chosen = resolve_backend(backend, x.device)
     if chosen == "triton" and dtype != torch.float32:
         chosen = without_triton(backend, f"{dtype}", "16 or 32 bits")
@@ -82,12 +89,13 @@ def short_convolution(
     silu, keep = activation == "silu", output_final_state or inplace_state
     if chosen == "triton":
         boundaries = None if cu_seqlens is None else cu_seqlens.to(x.device)
-        y, state = TRITON(x, weight, bias, initial_state, boundaries, silu, keep)
+        y, state = TRITON(x, weight, bias, initial_state, boundaries, parts, silu, keep)
     else:
-        y, state = _torch(x, weight.to(dtype), bias, initial_state, bounds, silu, keep)
+        whole, state = _torch(x, weight.to(dtype), bias, initial_state, bounds, silu, keep)
+        y = (whole,) if sizes is None else tuple(part.contiguous() for part in whole.split(parts, dim=-1))
     if inplace_state and initial_state is not None and state is not None:
         state = initial_state.copy_(state)
-    return y, state if output_final_state else None
+    return y[0] if sizes is None else y, state if output_final_state else None
 
 
 def _torch(

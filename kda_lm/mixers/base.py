@@ -15,7 +15,7 @@ class Projected(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    gates: tuple[Tensor, ...]  # what each gate's first layer makes of x
+    gates: Tensor | None  # what the gates' first layers make of x, side by side
     conv_state: Tensor | None  # the convolution's last inputs, [B, width − 1, channels of q, k and v together]
 
 
@@ -23,7 +23,7 @@ class Mixer(nn.Module):
     """q, k, v = act(conv(W x)); subclasses mix tokens with them.
 
     `sizes` are the channels of q, k and v over all heads, `conv_width` the convolution's taps (0: none), `activation`
-    is "silu" or "none". A subclass sets `in_proj`: q_proj, k_proj, v_proj, and the first layers of its gates.
+    is "silu" or "none". A subclass sets `in_proj`: q_proj, k_proj and v_proj, and the first layers of its gates.
 
     `forward` is functional: any number of tokens chunkwise, from a state to a new one. `decode` goes on in place, in a
     cache of fixed size that `new_cache` makes and `fill_cache` fills with what a prompt left.
@@ -38,27 +38,20 @@ class Mixer(nn.Module):
         self.sizes, self.conv_width, self.activation = sizes, conv_width, activation
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(dim, size, bias=False) for size in sizes)
         fused = None if activation == "none" else activation
-        self.conv = ShortConvolution(sum(sizes), conv_width, fused) if conv_width else None
+        self.conv = ShortConvolution(sizes, conv_width, fused) if conv_width else None
 
-    def project(self, x: Tensor, conv_state: Tensor | None, cu_seqlens: Tensor | None) -> Projected:
-        """x [B, T, dim] → q, k, v and gates; `conv_state` continues an earlier call's."""
-        q, k, v, *gates = self.in_proj(x)
+    def project(
+        self, x: Tensor, conv_state: Tensor | None, cu_seqlens: Tensor | None = None, inplace_state: bool = False
+    ) -> Projected:
+        """x [B, T, dim] → q, k, v and gates; `conv_state` continues an earlier call's, and is written over with
+        `inplace_state`.
+        """
+        qkv, *gates = self.in_proj(x)
         if self.conv is not None:
-            (q, k, v), conv_state = self.conv((q, k, v), conv_state, cu_seqlens, self.config.backend)
-        elif self.activation == "silu":
-            q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        return Projected(q, k, v, tuple(gates), conv_state)
-
-    def project_in_place(self, x: Tensor, conv_cache: Tensor | None) -> Projected:
-        """As `project`, with the convolution's state written over."""
-        qkv, *gates = self.in_proj(x, together=3)
-        if self.conv is not None:
-            assert conv_cache is not None
-            qkv = self.conv.in_place(qkv, conv_cache, self.config.backend)
-        elif self.activation == "silu":
-            qkv = F.silu(qkv)
-        q, k, v = qkv.split(list(self.sizes), dim=-1)
-        return Projected(q, k, v, tuple(gates), conv_cache)
+            (q, k, v), conv_state = self.conv(qkv, conv_state, cu_seqlens, self.config.backend, inplace_state)
+        else:
+            q, k, v = (F.silu(qkv) if self.activation == "silu" else qkv).split(list(self.sizes), dim=-1)
+        return Projected(q, k, v, gates[0] if gates else None, conv_state)
 
     def new_cache(self, state: Any, batch: int, capacity: int) -> Any:
         """Room for decoding `batch` sequences of up to `capacity` tokens, of the dtypes of `state`, a prompt's."""

@@ -107,7 +107,8 @@ class RecurrentMixer(Mixer):
             self.output_gate = OutputGate(dim, value_heads, head_v, gate_rank, config.output_gate_activation)
         self.out_proj = nn.Linear(sizes[2], dim, bias=False)
         gates = [gate.first for gate in (self.decay, self.output_gate, self.write) if gate is not None]
-        self.in_proj = JointLinear(self.q_proj, self.k_proj, self.v_proj, *gates)
+        self.gate_sizes = [layer.out_features for layer in gates]
+        self.in_proj = JointLinear((self.q_proj, self.k_proj, self.v_proj), *([gates] if gates else []))
 
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, cu_seqlens: Tensor | None = None
@@ -130,13 +131,14 @@ class RecurrentMixer(Mixer):
     def decode(self, x: Tensor, cache: RecurrentState, positions: Tensor) -> Tensor:
         """Few tokens in one launch, more of them in chunks."""
         form = kernels.fused_recurrent if x.shape[1] <= RECURRENT_TOKENS else kernels.chunk
-        return self._mix(form, self.project_in_place(x, cache.conv), cache.memory, inplace_state=True)[0]
+        return self._mix(form, self.project(x, cache.conv, inplace_state=True), cache.memory, inplace_state=True)[0]
 
     def _mix(
         self, form: Callable[..., Any], projected: Projected, memory: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """y [B, T, dim] and the memory after the last token; `form` is `chunk` or `fused_recurrent` of kernels."""
-        config, gates = self.config, iter(projected.gates)
+        config, raw = self.config, projected.gates
+        gates = iter(() if raw is None else raw.split(self.gate_sizes, dim=-1))
         q, k = (_feature_map(config.feature_map, z) for z in (projected.q, projected.k))
         g = None if self.decay is None else self.decay(next(gates))
         opening = None if self.output_gate is None else self.output_gate(next(gates))

@@ -70,7 +70,7 @@ class SoftmaxMixer(Mixer):
             raise ValueError(f"rope needs an even head size; dim / num_heads is {head_dim}")
         kv_dim = config.kv_heads * head_dim
         super().__init__(dim, (dim, kv_dim, kv_dim), config.conv_width, config.activation)
-        self.in_proj = JointLinear(self.q_proj, self.k_proj, self.v_proj)
+        self.in_proj = JointLinear((self.q_proj, self.k_proj, self.v_proj))
         self.config = config
         self.head_dim = head_dim
         self.q_norm = RMSNorm(head_dim) if config.qk_norm == "rms" else None
@@ -103,7 +103,7 @@ class SoftmaxMixer(Mixer):
 
     def decode(self, x: Tensor, cache: SoftmaxState, positions: Tensor) -> Tensor:
         config = self.config
-        q, k, v = self._heads(self.project_in_place(x, cache.conv), positions)
+        q, k, v = self._heads(self.project(x, cache.conv, inplace_state=True), positions)
         rows = torch.arange(len(x), device=x.device)[:, None]
         cache.keys[rows, positions] = k
         cache.values[rows, positions] = v

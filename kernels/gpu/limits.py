@@ -7,6 +7,7 @@ import torch
 NARROWEST = 64  # columns of a tensor-core operand: Triton 3.7.1 compiles 32 wrongly
 WIDEST = 256  # channels of a head
 WIDEST_NORM = 8192  # numbers of a row that a norm takes: 16 a thread
+MOST_PARTS = 3  # tensors that the short convolution gives its channels in: q, k and v
 
 
 def padded(width: int) -> int:

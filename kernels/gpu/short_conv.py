@@ -7,6 +7,9 @@ A program walks through a segment of a sequence with BD channels, U tokens loade
 (and of dp) in registers. So every row is read once but for W − 1 beside each segment, and nothing between x, dy and dx
 touches memory; only dw and db are partial sums of each segment, added by torch: the same bits in every run.
 
+The channels of y may be several tensors, as q, k and v are: blocks of channels are counted part by part, so a program
+has channels of one part, chooses its pointer and goes on as if there were no other.
+
 Positions are counted from the start of a sequence; those before it are the initial state. Of packed sequences a segment
 is what a sequence has of L tokens from a multiple of L on, and program i finds its own: the starts of the segments of
 sequence n are at ⌊token / L⌋ + n, which grows from each to the next.
@@ -27,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.gpu.common import LOG2_E, exp2, reciprocal
 from kernels.gpu.launch import Launcher, launcher, numbers, traced, types
+from kernels.gpu.limits import MOST_PARTS
 
 WIDEST = 128  # channels of a program, which is one warp
 FORWARD_ROWS, BACKWARD_ROWS = 64, 256  # tokens of a program; a program's partial sums take W + 1 rows of float32
@@ -64,56 +68,88 @@ def _segment(program, T, NT, N, cu_seqlens, L: tl.constexpr):
 
 
 @triton.jit
-def _mask(position, first, end, columns, D: tl.constexpr):
+def _of_part(block, first, second, third, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, BD: tl.constexpr):
+    """Of a value for each part of D0, D1, D2 channels (0: there is none) that of the part of this block of channels."""
+    blocks0: tl.constexpr = (D0 + BD - 1) // BD
+    blocks1: tl.constexpr = (D1 + BD - 1) // BD
+    if D1 == 0:
+        return first
+    elif D2 == 0:
+        return tl.where(block < blocks0, first, second)
+    else:
+        return tl.where(block < blocks0, first, tl.where(block < blocks0 + blocks1, second, third))
+
+
+@triton.jit
+def _channels(block, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, BD: tl.constexpr):
+    """Where the part of a block of channels starts, its size, and the block's columns in it."""
+    blocks0: tl.constexpr = (D0 + BD - 1) // BD
+    blocks1: tl.constexpr = (D1 + BD - 1) // BD
+    start = _of_part(block, 0, D0, D0 + D1, D0, D1, D2, BD)
+    size = _of_part(block, D0, D1, D2, D0, D1, D2, BD)
+    before = _of_part(block, 0, blocks0, blocks0 + blocks1, D0, D1, D2, BD)
+    return start, size, (block - before) * BD + tl.arange(0, BD)
+
+
+@triton.jit
+def _mask(position, first, end, columns, live):
     place = tl.zeros_like(columns) + position  # a block: Triton 3.9's interpreter takes no scalar into a mask
     mask = (place >= first) & (place < end)
-    if tl.constexpr(D) % columns.shape[0] != 0:
-        mask = mask & (columns < D)
+    if live is not None:
+        mask = mask & live
     return mask
 
 
 @triton.jit
-def _load(row, position, first, end, columns, D: tl.constexpr):
-    """A row of a tensor, zero unless its position is in [first, end) and from channel D on."""
-    return tl.load(row + columns, mask=_mask(position, first, end, columns, D), other=0.0)
+def _load(row, position, first, end, columns, live):
+    """A row of a tensor, zero unless its position is in [first, end) and where a channel is not `live` (None: all)."""
+    return tl.load(row + columns, mask=_mask(position, first, end, columns, live), other=0.0)
 
 
 @triton.jit
-def _store(row, value, position, first, end, columns, D: tl.constexpr):
+def _store(row, value, position, first, end, columns, live):
     """What `_load` would read."""
-    mask = _mask(position, first, end, columns, D)
+    mask = _mask(position, first, end, columns, live)
     tl.store(row + columns, value.to(row.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _input(x_rows, stride, position, states, columns, D: tl.constexpr, W: tl.constexpr):
+def _input(x_rows, stride, position, states, columns, live, D: tl.constexpr, W: tl.constexpr):
     """Row `position` ≥ 1 − W of a sequence, which may lie in its initial state or be zero."""
-    value = _load(x_rows + tl.cast(position, tl.int64) * stride, position, 0, 1 << 30, columns, D)
+    value = _load(x_rows + tl.cast(position, tl.int64) * stride, position, 0, 1 << 30, columns, live)
     if states is not None:
-        value += _load(states + (position + W - 1) * D, position, 1 - W, 0, columns, D)
+        value += _load(states + (position + W - 1) * D, position, 1 - W, 0, columns, live)
     return value
 
 
 @triton.jit
-def _past(x_rows, stride, begin, states, columns, D: tl.constexpr, W: tl.constexpr):
+def _past(x_rows, stride, begin, states, columns, live, D: tl.constexpr, W: tl.constexpr):
     """The W − 1 rows before `begin`, the oldest first."""
     past = ()
     for i in tl.static_range(W - 1):
-        past = past + (_input(x_rows, stride, begin - (W - 1) + i, states, columns, D, W).to(tl.float32),)
+        past = past + (_input(x_rows, stride, begin - (W - 1) + i, states, columns, live, D, W).to(tl.float32),)
     return past
 
 
 @triton.jit
-def _taps(weight, bias, columns, D: tl.constexpr, W: tl.constexpr):
+def _taps(weight, bias, columns, live, W: tl.constexpr):
     """The weights of each tap, the oldest input's first, and the bias or zero."""
     taps = ()
     for i in tl.static_range(W):
-        taps = taps + (tl.load(weight + columns * W + i, mask=columns < D, other=0.0).to(tl.float32),)
+        taps = taps + (_weight(weight + columns * W + i, live),)
     if bias is None:
         offset = tl.zeros_like(taps[0])
     else:
-        offset = tl.load(bias + columns, mask=columns < D, other=0.0).to(tl.float32)
+        offset = _weight(bias + columns, live)
     return taps, offset
+
+
+@triton.jit
+def _weight(places, live):
+    if live is None:
+        return tl.load(places).to(tl.float32)
+    else:
+        return tl.load(places, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -136,56 +172,65 @@ def short_conv_kernel(
     bias,
     initial_state,
     cu_seqlens,
-    y,
+    y0,
+    y1,
+    y2,
     final_state,
     batch_stride,
     row_stride,
     T,
     NT,
     N,
-    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
     W: tl.constexpr,
     BD: tl.constexpr,
     L: tl.constexpr,
     U: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    blocks: tl.constexpr = (D + BD - 1) // BD
+    D: tl.constexpr = D0 + D1 + D2
+    blocks: tl.constexpr = (D0 + BD - 1) // BD + (D1 + BD - 1) // BD + (D2 + BD - 1) // BD
     program = tl.program_id(0) // blocks
-    columns = tl.program_id(0) % blocks * BD + tl.arange(0, BD)
+    block = tl.program_id(0) % blocks
+    start, size, columns = _channels(block, D0, D1, D2, BD)
+    live = None
+    if D0 % BD + D1 % BD + D2 % BD != 0:
+        live = columns < size
     sequence, first, length, begin, end = _segment(program, T, NT, N, cu_seqlens, L)
     if cu_seqlens is None:
-        x_rows = x + sequence * batch_stride
+        x_rows = x + start + sequence * batch_stride
     else:
-        x_rows = x + first * row_stride
+        x_rows = x + start + first * row_stride
     states = None
     if initial_state is not None:
-        states = initial_state + sequence * ((W - 1) * D)
-    taps, offset = _taps(weight, bias, columns, D, W)
+        states = initial_state + start + sequence * ((W - 1) * D)
+    taps, offset = _taps(weight, bias, start + columns, live, W)
 
-    past = _past(x_rows, row_stride, begin, states, columns, D, W)
+    past = _past(x_rows, row_stride, begin, states, columns, live, D, W)
     x_row = x_rows + tl.cast(begin, tl.int64) * row_stride
-    y_row = y + (first + begin) * D
+    y_row = _of_part(block, y0, y1, y2, D0, D1, D2, BD) + (first + begin) * size
     for t in range(begin, end, U):
         loaded = ()
         for u in tl.static_range(U):
-            loaded = loaded + (_load(x_row + u * row_stride, t + u, begin, end, columns, D),)
+            loaded = loaded + (_load(x_row + u * row_stride, t + u, begin, end, columns, live),)
         for u in tl.static_range(U):
             rows = past + (loaded[u].to(tl.float32),)
             value = _convolved(rows, taps, offset, W)
             if SILU:
                 value *= _sigmoid(value)
-            _store(y_row + u * D, value, t + u, begin, end, columns, D)
+            _store(y_row + u * size, value, t + u, begin, end, columns, live)
             past = rows[1:]
         x_row += U * row_stride
-        y_row += U * D
+        y_row += U * size
 
     if final_state is not None:
         if (end == length) & ((begin < end) | (begin == 0)):  # the sequence's last segment
-            into = final_state + sequence * ((W - 1) * D)
+            into = final_state + start + sequence * ((W - 1) * D)
             for i in tl.static_range(W - 1):
-                value = _input(x_rows, row_stride, length - (W - 1) + i, states, columns, D, W)
-                _store(into + i * D, value, i, 0, W - 1, columns, D)
+                value = _input(x_rows, row_stride, length - (W - 1) + i, states, columns, live, D, W)
+                _store(into + i * D, value, i, 0, W - 1, columns, live)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -195,40 +240,55 @@ def short_conv_gradients_kernel(
     bias,
     initial_state,
     cu_seqlens,
-    d_y,
+    d_y0,
+    d_y1,
+    d_y2,
     d_final,
     d_x,
     d_initial,
     partial,
     batch_stride,
     row_stride,
-    d_batch_stride,
-    d_row_stride,
+    batch_stride0,
+    row_stride0,
+    batch_stride1,
+    row_stride1,
+    batch_stride2,
+    row_stride2,
     T,
     NT,
     N,
-    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
     W: tl.constexpr,
     BD: tl.constexpr,
     L: tl.constexpr,
     U: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """`partial` [segments, W or W + 1 with a bias, D]."""
-    blocks: tl.constexpr = (D + BD - 1) // BD
+    """`partial` [segments, W or W + 1 with a bias, D]; numbered strides are those of d_y0, d_y1, d_y2."""
+    D: tl.constexpr = D0 + D1 + D2
+    blocks: tl.constexpr = (D0 + BD - 1) // BD + (D1 + BD - 1) // BD + (D2 + BD - 1) // BD
     program = tl.program_id(0) // blocks
-    columns = tl.program_id(0) % blocks * BD + tl.arange(0, BD)
+    block = tl.program_id(0) % blocks
+    start, size, columns = _channels(block, D0, D1, D2, BD)
+    live = None
+    if D0 % BD + D1 % BD + D2 % BD != 0:
+        live = columns < size
     sequence, first, length, begin, end = _segment(program, T, NT, N, cu_seqlens, L)
+    d_y = _of_part(block, d_y0, d_y1, d_y2, D0, D1, D2, BD)
+    d_row_stride = _of_part(block, row_stride0, row_stride1, row_stride2, D0, D1, D2, BD)
     if cu_seqlens is None:
-        x_rows = x + sequence * batch_stride
-        d_y_rows = d_y + sequence * d_batch_stride
+        x_rows = x + start + sequence * batch_stride
+        d_y_rows = d_y + sequence * _of_part(block, batch_stride0, batch_stride1, batch_stride2, D0, D1, D2, BD)
     else:
-        x_rows = x + first * row_stride
+        x_rows = x + start + first * row_stride
         d_y_rows = d_y + first * d_row_stride
     states = None
     if initial_state is not None:
-        states = initial_state + sequence * ((W - 1) * D)
-    taps, offset = _taps(weight, bias, columns, D, W)
+        states = initial_state + start + sequence * ((W - 1) * D)
+    taps, offset = _taps(weight, bias, start + columns, live, W)
 
     sums = ()  # of dw, tap by tap
     ahead = ()  # the last W − 1 rows of dp
@@ -237,10 +297,10 @@ def short_conv_gradients_kernel(
     for _ in tl.static_range(W - 1):
         ahead = ahead + (tl.zeros([BD], tl.float32),)
     d_offset = tl.zeros([BD], tl.float32)
-    past = _past(x_rows, row_stride, begin, states, columns, D, W)
+    past = _past(x_rows, row_stride, begin, states, columns, live, D, W)
     x_row = x_rows + tl.cast(begin, tl.int64) * row_stride
     d_y_row = d_y_rows + tl.cast(begin, tl.int64) * d_row_stride
-    d_x_row = d_x + (first + begin - (W - 1)) * D
+    d_x_row = d_x + start + (first + begin - (W - 1)) * D
     # dx of a token is complete W − 1 tokens later; those may be the next segment's, or beyond the end.
     stop = end
     if (begin < end) | (begin == 0):
@@ -249,8 +309,8 @@ def short_conv_gradients_kernel(
         loaded = ()
         d_loaded = ()
         for u in tl.static_range(U):
-            loaded = loaded + (_load(x_row + u * row_stride, t + u, begin, length, columns, D),)
-            d_loaded = d_loaded + (_load(d_y_row + u * d_row_stride, t + u, begin, length, columns, D),)
+            loaded = loaded + (_load(x_row + u * row_stride, t + u, begin, length, columns, live),)
+            d_loaded = d_loaded + (_load(d_y_row + u * d_row_stride, t + u, begin, length, columns, live),)
         for u in tl.static_range(U):
             rows = past + (loaded[u].to(tl.float32),)
             d_p = d_loaded[u].to(tl.float32)
@@ -272,12 +332,14 @@ def short_conv_gradients_kernel(
             position = t + u - (W - 1)  # whose gradient is complete
             if d_final is not None:
                 i = position - length + (W - 1)
-                value += _load(d_final + (sequence * (W - 1) + i) * D, i, 0, W - 1, columns, D).to(tl.float32)
-            _store(d_x_row + u * D, value, position, begin, end, columns, D)
+                row = d_final + start + (sequence * (W - 1) + i) * D
+                value += _load(row, i, 0, W - 1, columns, live).to(tl.float32)
+            _store(d_x_row + u * D, value, position, begin, end, columns, live)
             if d_initial is not None:
                 i = position + (W - 1)
                 last = tl.where(begin == 0, W - 1, 0)
-                _store(d_initial + (sequence * (W - 1) + i) * D, value, i, 0, last, columns, D)
+                row = d_initial + start + (sequence * (W - 1) + i) * D
+                _store(row, value, i, 0, last, columns, live)
             past = rows[1:]
             ahead = d_rows[1:]
         x_row += U * row_stride
@@ -285,11 +347,11 @@ def short_conv_gradients_kernel(
         d_x_row += U * D
 
     kinds: tl.constexpr = W if bias is None else W + 1
-    into = partial + program.to(tl.int64) * (kinds * D)
+    into = partial + start + program.to(tl.int64) * (kinds * D)
     for i in tl.static_range(W):
-        _store(into + i * D, sums[i], i, 0, W, columns, D)
+        _store(into + i * D, sums[i], i, 0, W, columns, live)
     if bias is not None:
-        _store(into + W * D, d_offset, 0, 0, 1, columns, D)
+        _store(into + W * D, d_offset, 0, 0, 1, columns, live)
 
 
 def short_conv(
@@ -298,31 +360,47 @@ def short_conv(
     bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    sizes: Sequence[int],
     silu: bool,
     output_final_state: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """As `kernels.short_convolution`; cu_seqlens on x's device."""
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """As `kernels.short_convolution`, y always in parts; cu_seqlens on x's device."""
     tensors = (x, weight, bias, initial_state, cu_seqlens)
     if torch.compiler.is_compiling() or traced(x):
-        results = short_conv_forward(*tensors, silu, output_final_state)
+        results = short_conv_forward(*tensors, sizes, silu, output_final_state)
     elif torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in tensors):
-        results = _ShortConv.apply(*tensors, silu, output_final_state)
+        results = _ShortConv.apply(*tensors, sizes, silu, output_final_state)
     else:
-        results = _forward(*tensors, silu, output_final_state)
-    return results[0], results[1] if output_final_state else None
+        results = _forward(*tensors, sizes, silu, output_final_state)
+    return tuple(results[: len(sizes)]), results[len(sizes)] if output_final_state else None
 
 
-def _sizes(x: Tensor, cu_seqlens: Tensor | None, L: int) -> tuple[int, int, int, int]:
-    """Segments of L tokens in all and in a row of the batch, sequences, blocks of channels."""
-    B, T, D = x.shape
+def block(sizes: Sequence[int]) -> int:
+    """Channels of a program."""
+    return min(WIDEST, max(32, triton.next_power_of_2(max(sizes))))
+
+
+def _blocks(sizes: Sequence[int]) -> int:
+    return sum(triton.cdiv(size, block(sizes)) for size in sizes)
+
+
+def _segments(x: Tensor, cu_seqlens: Tensor | None, L: int) -> tuple[int, int, int]:
+    """Segments of L tokens in all and in a row of the batch, and sequences."""
+    B, T, _ = x.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     per_row = triton.cdiv(T, L)
-    return T // L + N if cu_seqlens is not None else B * per_row, per_row, N, triton.cdiv(D, block(D))
+    return T // L + N if cu_seqlens is not None else B * per_row, per_row, N
 
 
-def block(D: int) -> int:
-    """Channels of a program."""
-    return min(WIDEST, max(32, triton.next_power_of_2(D)))
+def _constants(sizes: Sequence[int], weight: Tensor, L: int, U: int, silu: bool) -> dict[str, Any]:
+    D0, D1, D2 = _three(sizes, 0)
+    widths = {"D0": D0, "D1": D1, "D2": D2, "W": weight.shape[1], "BD": block(sizes)}
+    return {**widths, "L": L, "U": U, "SILU": silu, "num_warps": 1}
+
+
+def _three(values: Sequence[Any], missing: Any) -> list[Any]:
+    """One for each part that the kernels know."""
+    return [*values, *[missing] * (MOST_PARTS - len(values))]
 
 
 def _start(tensors: Sequence[Tensor | None], *key: Any) -> Launcher:
@@ -340,41 +418,37 @@ def _forward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    sizes: Sequence[int],
     silu: bool,
     output_final_state: bool,
 ) -> list[Tensor]:
-    """y, and the last state if wanted."""
+    """The parts of y, and the last state if wanted."""
     x, weight = _channels_together(x), weight.contiguous()
     bias, initial_state, cu_seqlens = (z if z is None else z.contiguous() for z in (bias, initial_state, cu_seqlens))
-    results = _results(x, weight, cu_seqlens, output_final_state)
-    T, D = x.shape[1:]
-    segments, NT, N, blocks = _sizes(x, cu_seqlens, FORWARD_ROWS)
-    constants = {
-        "D": D,
-        "W": weight.shape[1],
-        "BD": block(D),
-        "L": FORWARD_ROWS,
-        "U": FORWARD_UNROLL if T > 1 else 1,
-        "SILU": silu,
-        "num_warps": 1,
-    }
+    results = _results(x, weight, cu_seqlens, sizes, output_final_state)
+    T = x.shape[1]
+    segments, NT, N = _segments(x, cu_seqlens, FORWARD_ROWS)
+    constants = _constants(sizes, weight, FORWARD_ROWS, FORWARD_UNROLL if T > 1 else 1, silu)
     tensors = (x, weight, bias, initial_state, cu_seqlens)
-    state = results[1] if output_final_state else None
+    parts, state = _three(results[: len(sizes)], None), results[len(sizes)] if output_final_state else None
     start = _start(tensors, x.device, output_final_state, *constants.values())
     with torch.cuda.device_of(x):  # where Triton launches
-        arguments = (*tensors, results[0], state, *x.stride()[:2], T, NT, N)
-        start(short_conv_kernel, (segments * blocks,), arguments, constants)
+        arguments = (*tensors, *parts, state, *x.stride()[:2], T, NT, N)
+        start(short_conv_kernel, (segments * _blocks(sizes),), arguments, constants)
     return results
 
 
-def _results(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, output_final_state: bool) -> list[Tensor]:
-    B, _, D = x.shape
+def _results(
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, sizes: Sequence[int], output_final_state: bool
+) -> list[Tensor]:
+    B, T, D = x.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return [x.new_empty(x.shape), *([x.new_empty(N, weight.shape[1] - 1, D)] if output_final_state else [])]
+    parts = [x.new_empty(B, T, size) for size in sizes]
+    return [*parts, *([x.new_empty(N, weight.shape[1] - 1, D)] if output_final_state else [])]
 
 
 def _backward(
-    d_y: Tensor,
+    d_parts: Sequence[Tensor],
     d_final: Tensor | None,
     x: Tensor,
     weight: Tensor,
@@ -384,24 +458,25 @@ def _backward(
     silu: bool,
 ) -> list[Tensor | None]:
     """Gradients of x, weight, bias, initial_state."""
-    x, d_y, weight = _channels_together(x), _channels_together(d_y), weight.contiguous()
+    sizes = [d_y.shape[2] for d_y in d_parts]
+    x, weight, d_parts = _channels_together(x), weight.contiguous(), [_channels_together(d_y) for d_y in d_parts]
     d_final, bias, initial_state, cu_seqlens = (
         z if z is None else z.contiguous() for z in (d_final, bias, initial_state, cu_seqlens)
     )
     (T, D), W = x.shape[1:], weight.shape[1]
-    rows = BACKWARD_ROWS
-    while rows > FEWEST_ROWS and x.shape[0] * T // rows * triton.cdiv(D, block(D)) < PROGRAMS:
+    rows, blocks = BACKWARD_ROWS, _blocks(sizes)
+    while rows > FEWEST_ROWS and x.shape[0] * T // rows * blocks < PROGRAMS:
         rows //= 2
-    segments, NT, N, blocks = _sizes(x, cu_seqlens, rows)
+    segments, NT, N = _segments(x, cu_seqlens, rows)
     d_x = x.new_empty(x.shape)
     d_initial = None if initial_state is None else x.new_empty(initial_state.shape)
     partial = x.new_empty((segments, W if bias is None else W + 1, D), dtype=torch.float32)
-    constants = {"D": D, "W": W, "BD": block(D), "L": rows, "U": BACKWARD_UNROLL, "SILU": silu, "num_warps": 1}
-    tensors = (x, weight, bias, initial_state, cu_seqlens, d_y, d_final)
+    constants = _constants(sizes, weight, rows, BACKWARD_UNROLL, silu)
+    tensors = (x, weight, bias, initial_state, cu_seqlens, *_three(d_parts, None), d_final)
     start = _start(tensors, x.device, *constants.values())
     with torch.cuda.device_of(x):
-        strides = (*x.stride()[:2], *d_y.stride()[:2])
-        arguments = (*tensors, d_x, d_initial, partial, *strides, T, NT, N)
+        strides = [stride for pair in _three([d_y.stride()[:2] for d_y in d_parts], (0, 0)) for stride in pair]
+        arguments = (*tensors, d_x, d_initial, partial, *x.stride()[:2], *strides, T, NT, N)
         start(short_conv_gradients_kernel, (segments * blocks,), arguments, constants)
     sums = partial.sum(0)
     d_weight = weight.new_empty(D, W).copy_(sums[:W].mT)
@@ -412,19 +487,15 @@ def _backward(
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        *tensors, silu, _ = arguments
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        ctx.silu = silu
+        _setup_context(ctx, arguments, [])
         return tuple(_forward(*arguments))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y: Tensor | None, d_final: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        if d_y is None:
-            d_y = torch.zeros_like(ctx.saved_tensors[0])
-        gradients = _backward(d_y, d_final, *ctx.saved_tensors, ctx.silu)  # type: ignore[call-arg]
-        return *gradients, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        d_parts, d_final = _gradients(ctx, grads)
+        gradients = _backward(d_parts, d_final, *ctx.saved_tensors, ctx.silu)  # type: ignore[call-arg]
+        return *gradients, None, None, None, None
 
 
 short_conv_forward = torch.library.custom_op("kda_lm::short_conv_forward", _forward, mutates_args=())
@@ -432,7 +503,7 @@ short_conv_forward = torch.library.custom_op("kda_lm::short_conv_forward", _forw
 
 @torch.library.custom_op("kda_lm::short_conv_backward", mutates_args=())
 def short_conv_backward(
-    d_y: Tensor,
+    d_parts: Sequence[Tensor],
     d_final: Tensor | None,
     x: Tensor,
     weight: Tensor,
@@ -442,35 +513,43 @@ def short_conv_backward(
     silu: bool,
 ) -> list[Tensor]:
     """`_backward` with an empty tensor where there is no gradient: operators return no None."""
-    gradients = _backward(d_y, d_final, x, weight, bias, initial_state, cu_seqlens, silu)
+    gradients = _backward(d_parts, d_final, x, weight, bias, initial_state, cu_seqlens, silu)
     return [x.new_empty(0) if z is None else z for z in gradients]
 
 
 @short_conv_forward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Any, initial: Any, cu_seqlens: Any, silu: bool, final: bool) -> list[Tensor]:
-    return _results(x, weight, cu_seqlens, final)
+def _(
+    x: Tensor, weight: Tensor, bias: Any, initial: Any, cu_seqlens: Any, sizes: Sequence[int], silu: bool, final: bool
+) -> list[Tensor]:
+    return _results(x, weight, cu_seqlens, sizes, final)
 
 
 @short_conv_backward.register_fake
-def _(d_y: Tensor, d_final: Any, x: Tensor, *rest: Any) -> list[Tensor]:
+def _(d_parts: Any, d_final: Any, x: Tensor, *rest: Any) -> list[Tensor]:
     return [x.new_empty(0 if z is None else z.shape, dtype=(x if z is None else z).dtype) for z in (x, *rest[:3])]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *tensors, silu, _ = inputs
+    *tensors, sizes, silu, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
-    ctx.silu = silu
+    ctx.sizes, ctx.silu = sizes, silu
+
+
+def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor | None]:
+    """Of the parts of y, zeros (which take no memory) for one that is missing, and of the last state."""
+    x, parts = ctx.saved_tensors[0], len(ctx.sizes)
+    pairs = zip(grads[:parts], ctx.sizes, strict=True)
+    d_parts = [x.new_zeros(size).expand(*x.shape[:2], size) if d_y is None else d_y for d_y, size in pairs]
+    return d_parts, grads[parts] if len(grads) > parts else None
 
 
 def _operator_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    d_y, d_final = grads[0], grads[1] if len(grads) > 1 else None
     tensors = ctx.saved_tensors
-    if d_y is None:
-        d_y = torch.zeros_like(tensors[0])
-    gradients = short_conv_backward(d_y, d_final, *tensors, ctx.silu)
+    d_parts, d_final = _gradients(ctx, grads)
+    gradients = short_conv_backward(d_parts, d_final, *tensors, ctx.silu)
     named = zip(gradients, tensors, strict=False)
-    return *(None if z is None else gradient for gradient, z in named), None, None, None
+    return *(None if z is None else gradient for gradient, z in named), None, None, None, None
 
 
 short_conv_forward.register_autograd(_operator_backward, setup_context=_setup_context)

@@ -9,7 +9,7 @@ from support import error
 from torch import Tensor, nn
 
 import kernels
-from kda_lm.layers import RMSNorm, Rotary, ShortConvolution, SwiGLU
+from kda_lm.layers import JointLinear, RMSNorm, Rotary, ShortConvolution, SwiGLU
 
 BF16 = 2**-8  # one rounding
 
@@ -57,16 +57,36 @@ def test_the_gate_takes_a_joint_product_as_it_is(monkeypatch: pytest.MonkeyPatch
     assert part.shape == (3, 12) and part.stride() == (16, 1)
 
 
+def test_joint_layers() -> None:
+    """Each group as one tensor without padding, also with fixed weights; every weight has its gradient."""
+    layers = [nn.Linear(4, n, bias=False).double() for n in (16, 32, 3, 5)]
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    joint = JointLinear(layers[:2], layers[2:])
+    whole, padded = joint(x)
+    assert whole.is_contiguous() and whole._base is None and not joint.state_dict() and not list(joint.parameters())
+    separate = torch.cat([layer(x) for layer in layers], dim=-1)
+    assert error(torch.cat([whole, padded], dim=-1), separate) < 1e-14
+    weights = [layer.weight for layer in layers]
+    grads = (torch.autograd.grad(y.sin().sum(), weights) for y in (torch.cat([whole, padded], dim=-1), separate))
+    assert all(error(a, b) < 1e-14 for a, b in zip(*grads, strict=True))
+    joint.fix(torch.float32)
+    fixed = joint(x.float())
+    assert joint.fixed is not None and joint.fixed.shape == (64, 4) and joint.fixed.dtype == torch.float32
+    assert all(error(y, before) < 1e-6 for y, before in zip(fixed, (whole, padded), strict=True))
+    with pytest.raises(ValueError, match="JointLinear: got a layer with a bias"):
+        JointLinear(layers, [nn.Linear(4, 4)])
+
+
 def convolve(layer: ShortConvolution, x: Tensor, *state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    parts, after = layer(x.split([2, 3], dim=-1), *state, **options)
+    parts, after = layer(x, *state, **options)
     return torch.cat(parts, dim=-1), after
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_short_convolution_is_torch_conv1d(width: int, activation: str | None) -> None:
-    """Of channels that come in parts."""
-    layer = ShortConvolution(5, width, activation).double()
+    """Whose output comes in parts."""
+    layer = ShortConvolution([2, 3], width, activation).double()
     x = torch.randn(2, 9, 5, dtype=torch.float64)
     expected = F.conv1d(F.pad(x.mT, (width - 1, 0)), layer.weight[:, None], groups=5).mT
     y, state = convolve(layer, x)
@@ -75,17 +95,14 @@ def test_short_convolution_is_torch_conv1d(width: int, activation: str | None) -
     assert torch.equal(state, x[:, 10 - width :])
     for cut in (1, 2, 8):  # shorter than the taps too
         first, state = convolve(layer, x[:, :cut])
-        if width > 1:
-            with torch.no_grad():
-                second = layer.in_place(x[:, cut:], state)
-            assert torch.equal(state, x[:, 10 - width :])
-        else:
-            second, _ = convolve(layer, x[:, cut:], state)
+        with torch.no_grad():
+            second, same = convolve(layer, x[:, cut:], state, inplace_state=True)
+        assert same is state and torch.equal(state, x[:, 10 - width :])
         assert error(torch.cat([first, second], dim=1), y) < 1e-14
 
 
 def test_short_convolution_stays_within_documents() -> None:
-    layer = ShortConvolution(5, 4, "silu").double()
+    layer = ShortConvolution([2, 3], 4, "silu").double()
     x = torch.randn(1, 10, 5, dtype=torch.float64)
     y, state = convolve(layer, x, cu_seqlens=torch.tensor([0, 1, 3, 10]))
     parts = [convolve(layer, piece) for piece in x.split([1, 2, 7], dim=1)]

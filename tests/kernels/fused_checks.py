@@ -49,7 +49,7 @@ def conv_inputs(
 
 
 def conv(inputs: Inputs, backend: str, compiler: str | None = None, **options: Any) -> Inputs:
-    """y, the last state and every gradient."""
+    """y or its parts, the last state and every gradient."""
     leaves = leaves_of(inputs)
 
     def function(**tensors: Tensor) -> Any:
@@ -57,11 +57,13 @@ def conv(inputs: Inputs, backend: str, compiler: str | None = None, **options: A
 
     call = function if compiler is None else torch.compile(function, backend=compiler, fullgraph=True)
     y, state = call(**leaves)
+    found = {"y": y} if isinstance(y, Tensor) else {f"y{i}": part for i, part in enumerate(y)}
+    assert all(x.is_contiguous() for x in found.values())
     if state.numel():
-        return differentiate({"y": y, "state": state}, leaves)
+        return differentiate({**found, "state": state}, leaves)
     state_leaf = leaves.pop("initial_state", None)  # of width 1: empty
     assert state_leaf is None or state.shape == state_leaf.shape
-    return differentiate({"y": y}, leaves)
+    return differentiate(found, leaves)
 
 
 def assert_conv(inputs: Inputs, dtype: torch.dtype, limit: float, **options: Any) -> None:
@@ -91,30 +93,59 @@ def assert_conv_rows_alone(inputs: Inputs) -> None:
         assert torch.equal(y, together["y"][n : n + 1]) and torch.equal(state, together["state"][n : n + 1])
 
 
-def assert_conv_strides(inputs: Inputs) -> None:
-    """x is a slice of a wider projection, or laid out backwards; so is y's gradient."""
-    expected = conv(inputs, "triton")
+def assert_conv_parts(inputs: Inputs, sizes: list[int], **options: Any) -> None:
+    """What the parts of y are, and the gradients, is what a call for each part has, bit by bit; but for what sums over
+    the batch."""
+    found = conv(inputs, "triton", sizes=sizes, **options)
+    leaves = leaves_of(inputs)
+    axes = {name: 0 if name in ("weight", "bias") else 2 for name in inputs}
+    split = {name: x.split(sizes, axes[name]) for name, x in leaves.items()}
+    each = [{name: parts[i] for name, parts in split.items()} for i in range(len(sizes))]
+    done = [short_convolution(**one, **options, output_final_state=True, backend="triton") for one in each]
+    alone = {f"y{i}": y for i, (y, _) in enumerate(done)}
+    ref = differentiate({**alone, "state": torch.cat([state for _, state in done], dim=-1)}, leaves)
+    sums = ("dweight", "dbias")
+    assert_same(*({name: x for name, x in results.items() if name not in sums} for results in (found, ref)))
+
+
+def assert_conv_strides(inputs: Inputs, **options: Any) -> None:
+    """x is a slice of a wider projection, or laid out backwards; so are the gradients of y or its parts, each in its
+    own way."""
+    expected = conv(inputs, "triton", **options)
     x = inputs["x"]
     wide = torch.cat([torch.full_like(x[..., :2], 99.0), x, torch.full_like(x, 99.0)], dim=-1)
     for other in (wide[..., 2 : 2 + x.shape[2]], x.mT.contiguous().mT):
         assert torch.equal(other, x) and not other.is_contiguous()
-        assert_same(conv({**inputs, "x": other}, "triton"), expected)
+        assert_same(conv({**inputs, "x": other}, "triton", **options), expected)
     leaves = leaves_of(inputs)
-    y, _ = short_convolution(**leaves, backend="triton")
-    d_y = normal(*y.shape).to(y)
-    for other in (torch.cat([d_y, d_y], dim=-1)[..., : x.shape[2]], d_y.mT.contiguous().mT):
-        grads = (torch.autograd.grad(y, list(leaves.values()), d, retain_graph=True) for d in (d_y, other))
+    y, _ = short_convolution(**leaves, **options, backend="triton")
+    parts = (y,) if isinstance(y, Tensor) else y
+    d_parts = [normal(*part.shape, seed=i).to(part) for i, part in enumerate(parts)]
+    changes = (
+        lambda d, i: torch.cat([d] * (i + 2), dim=-1)[..., : d.shape[2]],
+        lambda d, i: d.mT.contiguous().mT if i % 2 == 0 else d,
+        lambda d, i: d.transpose(0, 1).contiguous().transpose(0, 1),
+    )
+    for change in changes:
+        others = [change(d, i) for i, d in enumerate(d_parts)]
+        grads = (torch.autograd.grad(parts, list(leaves.values()), d, retain_graph=True) for d in (d_parts, others))
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def assert_conv_one_result(inputs: Inputs, used: int) -> None:
-    """The result that was not used has gradient zero."""
+def assert_conv_some_results(inputs: Inputs, used: list[int], compiler: str | None = None, **options: Any) -> None:
+    """Of the parts of y and the state, those that were not used have gradient zero."""
     found = []
     for backend in ("triton", "torch"):
         leaves = leaves_of(inputs)
-        result = short_convolution(**leaves, output_final_state=True, backend=backend)[used]
-        assert result is not None
-        grads = torch.autograd.grad(result.sin().sum(), list(leaves.values()), allow_unused=True)
+
+        def function(backend: str = backend, **tensors: Tensor) -> list[Tensor]:
+            y, state = short_convolution(**tensors, **options, output_final_state=True, backend=backend)
+            results = [*((y,) if isinstance(y, Tensor) else y), state]
+            return [results[i].sin().sum() for i in used]
+
+        torch.compiler.reset()
+        call = function if compiler is None else torch.compile(function, backend=compiler, fullgraph=True)
+        grads = torch.autograd.grad(call(**leaves), list(leaves.values()), allow_unused=True)
         found.append(
             {name: torch.zeros_like(x) if d is None else d for (name, x), d in zip(leaves.items(), grads, strict=True)}
         )

@@ -230,6 +230,10 @@ def test_wrong_boundaries_are_refused_every_time() -> None:
         (ValueError, "initial_state: got shape", {"initial_state": torch.zeros(2, 4, 5)}),
         (TypeError, "initial_state: got torch.float64", {"initial_state": torch.zeros(2, 3, 5).double()}),
         (ValueError, "cu_seqlens: got a batch of 2", {"cu_seqlens": torch.tensor([0, 6])}),
+        *(
+            (ValueError, "sizes: got .*accepted: 1 to 3 numbers from 1 on that add up to D = 5$", {"sizes": sizes})
+            for sizes in ([2, 2], [], [0, 5], [6, -1], [1, 1, 1, 2])
+        ),
         (ValueError, r"backend: got 'triton' for cpu, .*accepted here: auto, torch, reference$", {"backend": "triton"}),
     ],
 )

@@ -34,13 +34,15 @@ def both(function: Any, *leaves: Tensor, **options: Any) -> None:
     torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results])
 
 
-def conv(T: int, D: int, W: int, dtype: torch.dtype, packed: bool, everything: bool) -> None:
+def conv(T: int, sizes: list[int], W: int, dtype: torch.dtype, packed: bool, everything: bool) -> None:
+    D = sum(sizes)
     x, weight, bias, state = (torch.zeros(*n, dtype=dtype) for n in ((1, T, D), (D, W), (D,), (1, W - 1, D)))
     leaves = (x, weight, bias, state) if everything else (x, weight)
     bounds = torch.tensor([0, T]) if packed else None
 
     def function(x: Tensor, weight: Tensor, bias: Any = None, state: Any = None) -> Any:
-        return short_conv(x, weight, bias, state, bounds, True, True)
+        parts, last = short_conv(x, weight, bias, state, bounds, sizes, True, True)
+        return *parts, last
 
     both(function, *leaves)
 
@@ -77,11 +79,13 @@ def loss(vocab: int, dtype: torch.dtype) -> None:
 
 
 OPERATIONS = {
-    "conv-bf16": (conv, 64, 256, 4, BFLOAT16, False, False),
-    "conv-bf16-everything": (conv, 64, 200, 4, BFLOAT16, True, True),
-    "conv-bf16-width8": (conv, 64, 256, 8, BFLOAT16, False, False),
-    "conv-fp32": (conv, 64, 256, 4, FLOAT32, False, False),
-    "conv-bf16-step": (conv, 1, 256, 4, BFLOAT16, False, True),
+    "conv-bf16": (conv, 64, [256], 4, BFLOAT16, False, False),
+    "conv-bf16-everything": (conv, 64, [200], 4, BFLOAT16, True, True),
+    "conv-bf16-width8": (conv, 64, [256], 8, BFLOAT16, False, False),
+    "conv-fp32": (conv, 64, [256], 4, FLOAT32, False, False),
+    "conv-bf16-step": (conv, 1, [256], 4, BFLOAT16, False, True),
+    "conv-parts-bf16": (conv, 64, [256, 128, 384], 4, BFLOAT16, False, False),
+    "conv-parts-bf16-everything": (conv, 64, [200, 72], 4, BFLOAT16, True, True),
     "norm-128-bf16": (norm, 128, BFLOAT16, True),
     "norm-1024-bf16": (norm, 1024, BFLOAT16, False),
     "norm-8192-fp32": (norm, 8192, FLOAT32, True),

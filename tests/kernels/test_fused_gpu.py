@@ -53,6 +53,25 @@ def test_conv_matches_float64(dtype: torch.dtype, T: int, D: int, W: int) -> Non
     checks.assert_conv(inputs, dtype, LIMITS[dtype], activation="silu" if T != 65 else None)
 
 
+@dtypes
+@pytest.mark.parametrize("sizes", [[256, 256, 512], [64, 64, 64], [200, 72, 300], [33, 1, 70], [768, 96]], ids=str)
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_conv_in_parts(dtype: torch.dtype, sizes: list[int]) -> None:
+    bounds = torch.tensor([0, 1, 1, 130, 300], device=DEVICE)
+    for B, given in ((3, {}), (1, {"cu_seqlens": bounds})):
+        inputs = placed(checks.conv_inputs(B, 300, sum(sizes), 4, EVERYTHING, N=4 if given else None))
+        checks.assert_conv(inputs, dtype, LIMITS[dtype], activation="silu", sizes=sizes, **given)
+        inputs = {name: x.to(dtype) for name, x in inputs.items()}
+        checks.assert_conv_parts(inputs, sizes, activation="silu", **given)
+
+
+@pytest.mark.parametrize("compiler", [None, "inductor"])
+@pytest.mark.parametrize("used", [[1], [0, 2, 3], [3]], ids=str)
+def test_conv_backward_of_some_results(used: list[int], compiler: str | None) -> None:
+    inputs = placed(checks.conv_inputs(2, 70, 256, 4, {"initial_state"}, FLOAT32))
+    checks.assert_conv_some_results(inputs, used, compiler, sizes=[128, 64, 64])
+
+
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("W", [2, 4])
 @pytest.mark.usefixtures("nan_in_new_memory")
@@ -71,6 +90,7 @@ def test_conv_alone_strided_chained_are_the_same_bits(dtype: torch.dtype) -> Non
     inputs = placed(checks.conv_inputs(3, 300, 200, 4, EVERYTHING, dtype))
     checks.assert_conv_rows_alone(inputs)
     checks.assert_conv_strides(inputs)
+    checks.assert_conv_strides(inputs, sizes=[64, 100, 36])
     options: dict[str, Any] = {"activation": "silu", "output_final_state": True, "backend": "triton"}
     whole, last = short_convolution(inputs["x"], inputs["weight"], **options)
     state, pieces = None, []
@@ -86,20 +106,22 @@ def test_conv_packed_sequences_do_not_meet(dtype: torch.dtype) -> None:
     packed_checks.assert_convolutions_do_not_meet(dtype, DEVICE)
 
 
+@pytest.mark.parametrize("sizes", [[4096], [1000, 3000, 96]], ids=str)
 @pytest.mark.parametrize(("B", "T", "packed"), [(36, 15_000, False), (1, 540_000, False), (1, 540_000, True)])
-def test_conv_of_more_than_2_31_numbers(B: int, T: int, packed: bool) -> None:
+def test_conv_of_more_than_2_31_numbers(B: int, T: int, packed: bool, sizes: list[int]) -> None:
     """The last tokens are as they are alone, forward and backward."""
     D, W, tail = 4096, 4, 300
     x, weight = random(B, T, D).requires_grad_(), random(D, W, seed=1).requires_grad_()
     assert x.numel() > 2**31
     bounds = torch.tensor([0, 3, T - 50_000, T], device=DEVICE) if packed else None
-    y, _ = short_convolution(x, weight, activation="silu", cu_seqlens=bounds, backend="triton")
-    (d_x,) = torch.autograd.grad(y, x, x.detach())
+    parts, _ = short_convolution(x, weight, activation="silu", cu_seqlens=bounds, backend="triton", sizes=sizes)
+    (d_x,) = torch.autograd.grad(parts, x, x.detach().split(sizes, dim=-1))
     end = x.detach()[-1:, T - tail :].clone().requires_grad_()
     y_end, _ = short_convolution(end, weight, activation="silu", backend="triton")
     (d_end,) = torch.autograd.grad(y_end, end, end.detach())
     after = W - 1  # that the tokens before the tail reach
-    assert torch.equal(y[-1:, T - tail + after :], y_end[:, after:])
+    for part, expected in zip(parts, y_end.split(sizes, dim=-1), strict=True):
+        assert torch.equal(part[-1:, T - tail + after :], expected[:, after:])
     assert torch.equal(d_x[-1:, T - tail + 2 * after :], d_end[:, 2 * after :])
 
 
@@ -316,8 +338,14 @@ def calls() -> dict[str, tuple[Any, list[Tensor]]]:
         assert last is not None
         return y, last
 
+    def convolve_in_parts(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        options: dict[str, Any] = {"backend": "triton", "sizes": [96, 64, 40]}
+        parts, last = short_convolution(x, weight, bias, "silu", state, True, **options)
+        return *parts, last
+
     return {
         "conv": (convolve, list(conv.values())),
+        "conv in parts": (convolve_in_parts, list(conv.values())),
         "norm": (lambda x, weight: (rms_norm(x, weight, backend="triton"),), [norm["x"], norm["weight"]]),
         "norm of a sum": (lambda *xs: add_rms_norm(*xs, backend="triton", dtype=BFLOAT16), list(sums.values())),
         "gated norm": (lambda *xs: (gated_rms_norm(*xs, backend="triton"),), list(norm.values())),
@@ -327,7 +355,7 @@ def calls() -> dict[str, tuple[Any, list[Tensor]]]:
     }
 
 
-OPS = ("conv", "norm", "norm of a sum", "gated norm", "swiglu", "rotary", "loss")
+OPS = ("conv", "conv in parts", "norm", "norm of a sum", "gated norm", "swiglu", "rotary", "loss")
 
 
 def results(function: Any, tensors: list[Tensor]) -> list[Tensor]:

@@ -80,6 +80,27 @@ def test_conv_packed(W: int, dtype: torch.dtype) -> None:
         checks.assert_conv(inputs, FLOAT32, LIMITS[FLOAT32], activation="silu", cu_seqlens=cu_seqlens)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [([33, 1, 70], FLOAT32), ([40, 130], FLOAT32), ([32, 32, 64], BFLOAT16)], ids=str
+)
+@pytest.mark.usefixtures("short_segments")
+def test_conv_in_parts(sizes: list[int], dtype: torch.dtype) -> None:
+    """Of whole blocks of channels, and of parts that end within a block."""
+    inputs = checks.conv_inputs(2, 6, sum(sizes), 4, {"bias", "initial_state"})
+    checks.assert_conv(inputs, dtype, LIMITS[dtype], activation="silu", sizes=sizes)
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    checks.assert_conv_parts(inputs, sizes, activation="silu")
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_conv_packed_in_parts() -> None:
+    bounds = [0, 0, 2, 3, 3, 8, 13, 13]
+    inputs = checks.conv_inputs(1, 13, 12, 3, {"bias", "initial_state"}, FLOAT32, N=len(bounds) - 1)
+    options = {"sizes": [2, 7, 3], "cu_seqlens": torch.tensor(bounds)}
+    checks.assert_conv(inputs, FLOAT32, LIMITS[FLOAT32], **options)
+    checks.assert_conv_parts(inputs, **options)
+
+
 @pytest.mark.usefixtures("short_segments")
 def test_conv_sequences_alone_are_the_same_bits() -> None:
     """Rows of a batch, packed sequences, and pieces with the state carried."""
@@ -106,11 +127,31 @@ def test_conv_packed_sequences_do_not_meet() -> None:
 def test_conv_takes_any_strides() -> None:
     inputs = checks.conv_inputs(2, 5, 6, 3, {"bias", "initial_state"}, FLOAT32)
     checks.assert_conv_strides(inputs)
+    checks.assert_conv_strides(inputs, sizes=[1, 3, 2])
 
 
-@pytest.mark.parametrize("used", [0, 1])
-def test_conv_backward_of_one_result(used: int) -> None:
-    checks.assert_conv_one_result(checks.conv_inputs(1, 5, 4, 4, {"initial_state"}, FLOAT32), used)
+@pytest.mark.parametrize(
+    ("sizes", "used", "compiler"),
+    [
+        (None, [0], None),
+        (None, [1], None),
+        ([1, 3], [1], None),
+        ([1, 2, 1], [0, 2, 3], None),
+        ([1, 2, 1], [1], "aot_eager"),
+        ([2, 1, 1], [3], "aot_eager"),
+    ],
+)
+def test_conv_backward_of_some_results(sizes: list[int] | None, used: list[int], compiler: str | None) -> None:
+    inputs = checks.conv_inputs(1, 5, 4, 4, {"initial_state"}, FLOAT32)
+    checks.assert_conv_some_results(inputs, used, compiler, sizes=sizes)
+
+
+def test_conv_in_place_in_parts() -> None:
+    inputs = checks.conv_inputs(2, 3, 6, 4, {"bias", "initial_state"}, FLOAT32)
+    y, last = short_convolution(**inputs, output_final_state=True, backend="triton")
+    parts, nothing = short_convolution(**inputs, inplace_state=True, backend="triton", sizes=[1, 2, 3])
+    assert nothing is None and torch.equal(torch.cat(parts, dim=-1), y)
+    assert last is not None and torch.equal(inputs["initial_state"], last)
 
 
 def test_conv_mixed_dtypes() -> None:
@@ -131,26 +172,29 @@ def test_conv_leaves_float64_to_torch() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_conv_operator(packed: bool) -> None:
+@pytest.mark.parametrize("sizes", [[4], [1, 2, 1]])
+def test_conv_operator(packed: bool, sizes: list[int]) -> None:
     inputs = checks.conv_inputs(1, 5, 4, 3, {"bias", "initial_state"}, FLOAT32, N=2 if packed else 1)
     cu_seqlens = torch.tensor([0, 2, 5]) if packed else None
     leaves = [x.requires_grad_() for x in inputs.values()]
     torch.library.opcheck(
         torch.ops.kda_lm.short_conv_forward.default,
-        (*leaves, cu_seqlens, True, True),
+        (*leaves, cu_seqlens, sizes, True, True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
-    d_y, d_final = torch.randn(1, 5, 4), torch.randn_like(inputs["initial_state"])
+    d_parts, d_final = [torch.randn(1, 5, size) for size in sizes], torch.randn_like(inputs["initial_state"])
     torch.library.opcheck(
         torch.ops.kda_lm.short_conv_backward.default,
-        (d_y, d_final, *(x.detach() for x in leaves), cu_seqlens, True),
+        (d_parts, d_final, *(x.detach() for x in leaves), cu_seqlens, True),
         test_utils=("test_schema", "test_faketensor"),
     )
 
 
 def test_conv_compiles_without_graph_breaks() -> None:
     inputs = checks.conv_inputs(2, 5, 4, 4, {"initial_state"}, FLOAT32)
-    checks.assert_same(checks.conv(inputs, "triton", compiler="aot_eager"), checks.conv(inputs, "triton"))
+    for sizes in (None, [1, 2, 1]):
+        out = checks.conv(inputs, "triton", compiler="aot_eager", sizes=sizes)
+        checks.assert_same(out, checks.conv(inputs, "triton", sizes=sizes))
 
 
 # Norms

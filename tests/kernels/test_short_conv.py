@@ -111,6 +111,24 @@ def test_bfloat16(autocast: bool) -> None:
     assert error(y, ref) <= BFLOAT16_ERROR
 
 
+@pytest.mark.parametrize("bounds", [None, [0, 0, 4, 9]])
+def test_in_parts(bounds: list[int] | None) -> None:
+    """The channels of y as tensors of their own; what is not used of them has no gradient."""
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    x, weight, state = normal(1, 9, D), normal(D, 4, seed=1), normal(1 if bounds is None else 3, 3, D, seed=2)
+    leaves = [leaf.requires_grad_() for leaf in (x, weight, state)]
+    y, last = short_convolution(x, weight, None, "silu", state, True, cu_seqlens)
+    for sizes in ([5], [2, 3], [1, 1, 3]):
+        parts, same = short_convolution(x, weight, None, "silu", state, True, cu_seqlens, sizes=sizes)
+        assert isinstance(parts, tuple) and [part.shape[2] for part in parts] == sizes
+        assert all(part.is_contiguous() for part in parts) and torch.equal(torch.cat(parts, dim=-1), y)
+        assert same is not None and last is not None and torch.equal(same, last)
+        grads = (
+            torch.autograd.grad(z.sin().sum(), leaves, retain_graph=True) for z in (parts[-1], y[..., -sizes[-1] :])
+        )
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 @pytest.mark.parametrize("T", [1, 2, 9])
 def test_in_place(T: int) -> None:
     x, weight, state = torch.randn(2, T, 6), torch.randn(6, 4), torch.randn(2, 3, 6)
