@@ -101,15 +101,24 @@ def _mask(position, first, end, columns, live):
 
 
 @triton.jit
-def _load(row, position, first, end, columns, live):
-    """A row of a tensor, zero unless its position is in [first, end) and where a channel is not `live` (None: all)."""
-    return tl.load(row + columns, mask=_mask(position, first, end, columns, live), other=0.0)
+def _load(row, position, first, end, columns, live, INSIDE: tl.constexpr = False):
+    """A row of a tensor, zero unless its position is in [first, end), of which INSIDE is sure, and where a channel is
+    not `live` (None: all are)."""
+    mask = live
+    if not INSIDE:
+        mask = _mask(position, first, end, columns, live)
+    if mask is None:
+        return tl.load(row + columns)
+    else:
+        return tl.load(row + columns, mask=mask, other=0.0)
 
 
 @triton.jit
-def _store(row, value, position, first, end, columns, live):
+def _store(row, value, position, first, end, columns, live, INSIDE: tl.constexpr = False):
     """What `_load` would read."""
-    mask = _mask(position, first, end, columns, live)
+    mask = live
+    if not INSIDE:
+        mask = _mask(position, first, end, columns, live)
     tl.store(row + columns, value.to(row.dtype.element_ty), mask=mask)
 
 
@@ -305,46 +314,62 @@ def short_conv_gradients_kernel(
     stop = end
     if (begin < end) | (begin == 0):
         stop = end + (W - 1)
-    for t in range(begin, stop, U):
-        loaded = ()
-        d_loaded = ()
-        for u in tl.static_range(U):
-            loaded = loaded + (_load(x_row + u * row_stride, t + u, begin, length, columns, live),)
-            d_loaded = d_loaded + (_load(d_y_row + u * d_row_stride, t + u, begin, length, columns, live),)
-        for u in tl.static_range(U):
-            rows = past + (loaded[u].to(tl.float32),)
-            d_p = d_loaded[u].to(tl.float32)
-            if SILU:
-                p = _convolved(rows, taps, offset, W)
-                open = _sigmoid(p)
-                d_p *= open * tl.fma(p, 1.0 - open, 1.0)
-            owned = tl.where(t + u < end, d_p, 0.0)
-            new_sums = ()
-            for i in tl.static_range(W):
-                new_sums = new_sums + (tl.fma(owned, rows[i], sums[i]),)
-            sums = new_sums
-            d_offset += owned
+    # Steps from `inner` to `outer` have all their tokens in the segment, and so have the gradients that they complete.
+    HEAD: tl.constexpr = (W - 1 + U - 1) // U * U
+    inner = begin + HEAD
+    outer = inner + tl.maximum(end - inner, 0) // U * U
+    for phase in tl.static_range(3):
+        if phase == 0:
+            low, high = begin, tl.minimum(inner, stop)
+        elif phase == 1:
+            low, high = inner, outer
+        else:
+            low, high = outer, stop
+        for t in range(low, high, U):
+            loaded = ()
+            d_loaded = ()
+            for u in tl.static_range(U):
+                x_place, d_y_place = x_row + u * row_stride, d_y_row + u * d_row_stride
+                loaded = loaded + (_load(x_place, t + u, begin, length, columns, live, phase == 1),)
+                d_loaded = d_loaded + (_load(d_y_place, t + u, begin, length, columns, live, phase == 1),)
+            for u in tl.static_range(U):
+                rows = past + (loaded[u].to(tl.float32),)
+                d_p = d_loaded[u].to(tl.float32)
+                if SILU:
+                    p = _convolved(rows, taps, offset, W)
+                    open = _sigmoid(p)
+                    d_p *= open * tl.fma(p, 1.0 - open, 1.0)
+                owned = d_p
+                if phase != 1:
+                    owned = tl.where(t + u < end, d_p, 0.0)
+                new_sums = ()
+                for i in tl.static_range(W):
+                    new_sums = new_sums + (tl.fma(owned, rows[i], sums[i]),)
+                sums = new_sums
+                d_offset += owned
 
-            d_rows = ahead + (d_p,)  # zero beyond the end, as dy is there
-            value = tl.zeros([BD], tl.float32)
-            for j in tl.static_range(W):
-                value = tl.fma(taps[W - 1 - j], d_rows[j], value)
-            position = t + u - (W - 1)  # whose gradient is complete
-            if d_final is not None:
-                i = position - length + (W - 1)
-                row = d_final + start + (sequence * (W - 1) + i) * D
-                value += _load(row, i, 0, W - 1, columns, live).to(tl.float32)
-            _store(d_x_row + u * D, value, position, begin, end, columns, live)
-            if d_initial is not None:
-                i = position + (W - 1)
-                last = tl.where(begin == 0, W - 1, 0)
-                row = d_initial + start + (sequence * (W - 1) + i) * D
-                _store(row, value, i, 0, last, columns, live)
-            past = rows[1:]
-            ahead = d_rows[1:]
-        x_row += U * row_stride
-        d_y_row += U * d_row_stride
-        d_x_row += U * D
+                d_rows = ahead + (d_p,)  # zero beyond the end, as dy is there
+                value = tl.zeros([BD], tl.float32)
+                for j in tl.static_range(W):
+                    value = tl.fma(taps[W - 1 - j], d_rows[j], value)
+                position = t + u - (W - 1)  # whose gradient is complete
+                if phase != 1:
+                    if d_final is not None:
+                        i = position - length + (W - 1)
+                        row = d_final + start + (sequence * (W - 1) + i) * D
+                        value += _load(row, i, 0, W - 1, columns, live).to(tl.float32)
+                _store(d_x_row + u * D, value, position, begin, end, columns, live, phase == 1)
+                if phase == 0:
+                    if d_initial is not None:
+                        i = position + (W - 1)
+                        last = tl.where(begin == 0, W - 1, 0)
+                        row = d_initial + start + (sequence * (W - 1) + i) * D
+                        _store(row, value, i, 0, last, columns, live)
+                past = rows[1:]
+                ahead = d_rows[1:]
+            x_row += U * row_stride
+            d_y_row += U * d_row_stride
+            d_x_row += U * D
 
     kinds: tl.constexpr = W if bias is None else W + 1
     into = partial + start + program.to(tl.int64) * (kinds * D)

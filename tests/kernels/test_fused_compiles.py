@@ -104,6 +104,7 @@ OPERATIONS = {
 }
 SPILLS = {  # bytes, with TRITON
     "norm-8191-sm90-norm_gradients_kernel": 320,
+    "conv-parts-bf16-everything-sm100-short_conv_gradients_kernel": 4,  # of 128 registers
     "rotary-96-bf16-sm80-rotary_kernel": 8,  # around cosine and sine of large angles
 }
 CAPABILITIES = (80, 90, 100)

@@ -50,10 +50,10 @@ def nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several programs for few tokens."""
+    """Several programs for few tokens; those of the backward have steps with and without masks, up to four taps."""
     monkeypatch.setattr(short_conv, "FORWARD_ROWS", 8)
-    monkeypatch.setattr(short_conv, "BACKWARD_ROWS", 4)
-    monkeypatch.setattr(short_conv, "FEWEST_ROWS", 4)
+    monkeypatch.setattr(short_conv, "BACKWARD_ROWS", 8)
+    monkeypatch.setattr(short_conv, "FEWEST_ROWS", 8)
     monkeypatch.setattr(short_conv, "FORWARD_UNROLL", 3)
     monkeypatch.setattr(short_conv, "BACKWARD_UNROLL", 2)
 
@@ -86,7 +86,7 @@ def test_conv_packed(W: int, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("short_segments")
 def test_conv_in_parts(sizes: list[int], dtype: torch.dtype) -> None:
     """Of whole blocks of channels, and of parts that end within a block."""
-    inputs = checks.conv_inputs(2, 6, sum(sizes), 4, {"bias", "initial_state"})
+    inputs = checks.conv_inputs(1, 11, sum(sizes), 4, {"bias", "initial_state"})
     checks.assert_conv(inputs, dtype, LIMITS[dtype], activation="silu", sizes=sizes)
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
     checks.assert_conv_parts(inputs, sizes, activation="silu")
