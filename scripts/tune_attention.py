@@ -2,8 +2,8 @@
 
 Kernel by kernel: every candidate is compiled, in processes of its own, then compared with the written-out scores in
 float64, output and gradients, and run twice to the same bits; what passes is timed by the profiler at a shape of
-SHAPES, and the fastest enters; of the two forms of the backward the faster one. Prints the entries for
-kernels/gpu/attention/tiles.py, every candidate's time and error, and what torch's own attention takes.
+SHAPES, and the fastest enters. Prints the entries for kernels/gpu/attention/tiles.py, every candidate's time and error,
+and what torch's own attention takes.
 """
 
 import argparse
@@ -26,24 +26,18 @@ from scripts.benchmarking import attention
 from scripts.benchmarking.cases import Shape
 from scripts.benchmarking.measure import Problem, beyond, kernel_ms, median_ms, one_line, worst
 
-KERNELS = {
-    "forward": "attention_forward_kernel",
-    "d_q": "attention_d_q_kernel",
-    "d_kv": "attention_d_kv_kernel",
-    "d_kv_kept": "attention_d_kv_kernel",
-    "d_q_kept": "attention_d_q_kept_kernel",
-}
+KERNELS = {"forward": "attention_forward_kernel", "d_q": "attention_d_q_kernel", "d_kv": "attention_d_kv_kernel"}
 SHAPES = {64: Shape(32, 2048, 8, 64), 128: Shape(8, 4096, 16, 128), 256: Shape(4, 4096, 8, 256)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CUDA = torch.device("cuda")
 
-# queries, keys, warps, stages, stages of the masked loops, rounded, registers: what compiles for sm_90 without spilling
-# in the main loop, or little.
+# queries, keys, warps, stages, stages of the masked loops, rounded: what compiles for sm_90 without spilling in the
+# main loop, or little.
 CANDIDATES: dict[tuple[bool, int], dict[str, list[tuple[Any, ...]]]] = {
     (False, 64): {
         "forward": [
-            (128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 4),
-            (128, 64, 8, 3, 1, False, 128), (64, 64, 4, 3, 1, False, 168), (64, 64, 4, 2, 1, False, 128),
+            (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 3), (64, 64, 4, 4), (128, 128, 8, 3),
+            (128, 64, 8, 4),
         ],
         "d_q": [
             (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 5), (128, 64, 8, 4), (128, 64, 4, 3), (64, 32, 4, 4),
@@ -53,13 +47,11 @@ CANDIDATES: dict[tuple[bool, int], dict[str, list[tuple[Any, ...]]]] = {
             (64, 64, 4, 3, 2), (64, 64, 4, 4, 2), (64, 64, 4, 3, 3), (64, 128, 8, 4, 2), (32, 64, 4, 4, 2),
             (32, 128, 4, 4, 2), (64, 64, 4, 4, 3),
         ],
-        "d_kv_kept": [(64, 64, 4, 3, 2), (32, 64, 4, 4, 2), (64, 128, 8, 4, 2), (64, 64, 4, 4, 2), (32, 128, 4, 4, 2)],
-        "d_q_kept": [(128, 64, 8, 4), (128, 64, 4, 4), (64, 64, 4, 4), (128, 64, 4, 3), (128, 32, 4, 6)],
     },
     (False, 128): {
         "forward": [
-            (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (64, 32, 4, 4), (128, 128, 8, 3),
-            (128, 32, 8, 3, 1, False, 128), (128, 32, 8, 4, 1, False, 128), (64, 32, 4, 3, 1, False, 168),
+            (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (64, 32, 4, 4), (128, 128, 8, 3),
+            (64, 64, 4, 5),
         ],
         "d_q": [
             (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 4), (64, 32, 4, 3), (64, 32, 4, 4),
@@ -68,18 +60,11 @@ CANDIDATES: dict[tuple[bool, int], dict[str, list[tuple[Any, ...]]]] = {
             (64, 128, 8, 2, 2), (32, 128, 8, 3, 2), (32, 128, 8, 4, 2), (32, 128, 8, 3, 3), (64, 64, 4, 3, 2, True),
             (32, 64, 4, 3, 2), (32, 64, 4, 4, 2), (64, 128, 8, 3, 2),
         ],
-        "d_kv_kept": [
-            (32, 64, 4, 4, 2), (32, 64, 4, 3, 2), (32, 128, 8, 3, 2), (32, 128, 8, 4, 2), (64, 128, 8, 2, 2),
-            (64, 64, 4, 3, 2, True),
-        ],
-        "d_q_kept": [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 4), (128, 32, 8, 4), (128, 64, 8, 2)],
     },
     (False, 256): {
         "forward": [(128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 1)],
         "d_q": [(64, 32, 8, 2), (64, 32, 4, 1), (32, 64, 8, 1), (64, 64, 8, 2), (128, 32, 8, 1)],
         "d_kv": [(32, 32, 8, 1), (64, 32, 8, 1), (64, 64, 8, 2, 2), (32, 64, 8, 1)],
-        "d_kv_kept": [(32, 64, 8, 2, 2), (64, 32, 8, 1), (32, 32, 8, 1)],
-        "d_q_kept": [(128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 8, 3), (64, 32, 8, 4)],
     },
     (True, 64): {
         "forward": [(32, 32, 4, 1), (32, 32, 4, 2), (64, 32, 4, 1), (64, 64, 8, 1)],
@@ -127,19 +112,9 @@ def main() -> int:
 
 
 def candidates(tiles: AttentionTiles, dim: int, dtype: torch.dtype, group: str) -> Iterator[AttentionTiles]:
-    """`tiles` with every choice for one kernel, in the form of the backward that has it; those that do not fit the GPU
-    fail to compile and drop out."""
-    choices = {
-        name: [Blocks(*choice) for choice in found] for name, found in CANDIDATES[dtype == torch.float32, dim].items()
-    }
-    for blocks in choices.get(group, []):
-        if group not in ("d_kv_kept", "d_q_kept"):
-            yield replace(tiles, **{group: blocks}, d_kv_kept=None, d_q_kept=None)
-        elif dtype != torch.float16:
-            pair = {name: getattr(tiles, name) or choices[name][0] for name in ("d_kv_kept", "d_q_kept")}
-            pair[group] = blocks
-            keys = min(pair["d_q_kept"].keys, pair["d_kv_kept"].keys)
-            yield replace(tiles, d_kv_kept=pair["d_kv_kept"], d_q_kept=replace(pair["d_q_kept"], keys=keys))
+    """`tiles` with every choice for one kernel; those that do not fit the GPU fail to compile and drop out."""
+    for choice in CANDIDATES[dtype == torch.float32, dim][group]:
+        yield replace(tiles, **{group: Blocks(*choice)})
 
 
 def inputs_of(dim: int, dtype: torch.dtype, B: int, T: int) -> Problem:
@@ -151,14 +126,13 @@ def compile_part(dims: list[int], dtype: torch.dtype, groups: list[str], part: i
     """Fill the compiler's cache with every `parts`-th candidate."""
     number = 0
     for dim in dims:
-        problems, start = [inputs_of(dim, dtype, 1, T) for T in (250, 256)], attention_tiles(CUDA, dtype, dim)
+        problem, start = inputs_of(dim, dtype, 1, 256), attention_tiles(CUDA, dtype, dim)
         for group in groups:
             for tiles in candidates(start, dim, dtype, group):
                 if number % parts == part:
                     try:
                         with forced(tiles):
-                            for problem in problems:
-                                problem.both(attention.ours("triton"))
+                            problem.both(attention.ours("triton"))
                     except Exception as error:  # reported when it is its turn
                         print(f"{dim} {getattr(tiles, group)}: {one_line(error)}", file=sys.stderr)
                 number += 1
@@ -194,22 +168,14 @@ def tune(dim: int, dtype: torch.dtype, groups: list[str]) -> dict[str, Any]:
             if admitted:
                 ranked.append((row["ms"], len(ranked), tiles))
         if ranked:
-            winner = min(ranked)[2]
-            kept = winner if winner.d_kv_kept else best
-            best = replace(winner, d_kv_kept=kept.d_kv_kept, d_q_kept=kept.d_q_kept)
-    ms = {}
-    forms = [best, replace(best, d_kv_kept=None, d_q_kept=None)] if best.d_kv_kept else [best]
-    for tiles in forms:
-        with forced(tiles):
-            name = "ours, dS kept" if tiles.d_kv_kept else "ours"
-            ms[f"{name} both"] = median_ms(partial(big.both, call), 10, CUDA)
-    best = min(zip(ms.values(), forms, strict=True), key=lambda form: form[0])[1]
+            best = min(ranked)[2]
     key = (capability(torch.device("cuda", 0)), dtype, padded(dim))
     print(f"{key}: {best},", flush=True)
+    ms = {}
     with forced(best):
-        ms["ours forward"] = median_ms(partial(big.forward, call), 10, CUDA)
-    ms[f"{attention.PEER} forward"] = median_ms(partial(big.forward, attention.sdpa()), 10, CUDA)
-    ms[f"{attention.PEER} both"] = median_ms(partial(big.both, attention.sdpa()), 10, CUDA)
+        for name, contender in (("ours", call), (attention.PEER, attention.sdpa())):
+            ms[f"{name} forward"] = median_ms(partial(big.forward, contender), 10, CUDA)
+            ms[f"{name} both"] = median_ms(partial(big.both, contender), 10, CUDA)
     print(f"{shape}, ms: {ms}", flush=True)
     return {"key": key, "tiles": asdict(best), "ms": ms, "log": log}
 

@@ -1,7 +1,6 @@
 """Inputs and measures that the tests of softmax attention share, on a CPU, in Triton's interpreter and on a GPU."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels import softmax_attention, softmax_decode
-from kernels.gpu.attention.tiles import AttentionTiles, Blocks, default
 
 SCALE = 0.37  # of random heads of 8 to 64 channels: weights that differ
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,16 +33,6 @@ def make(
     rng = torch.Generator().manual_seed(seed)
     shapes = {"q": (B, T, HQ, D), "k": (B, S or T, HKV, D), "v": (B, S or T, HKV, D), "d_o": (B, T, HQ, D)}
     return {name: torch.randn(shape, generator=rng).to(device, dtype) for name, shape in shapes.items()}
-
-
-def kept(D: int) -> AttentionTiles:
-    """With a backward that keeps dS, of 16 bits, in the shared memory of sm_90."""
-    pairs = {
-        64: (Blocks(64, 64, 4, 3, 2), Blocks(128, 64, 8, 4)),
-        128: (Blocks(32, 64, 4, 4, 2), Blocks(128, 64, 8, 3)),
-        256: (Blocks(32, 64, 8, 2, 2), Blocks(128, 32, 8, 3)),
-    }
-    return replace(default(BFLOAT16, D), d_kv_kept=pairs[D][0], d_q_kept=pairs[D][1])
 
 
 def results(inputs: Inputs, function: Attention = softmax_attention, **options: Any) -> Inputs:

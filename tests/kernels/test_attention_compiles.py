@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from attention_cases import SCALE, kept, make, make_cache
+from attention_cases import SCALE, make, make_cache
 from test_triton_compiles import (
     DEFAULT_SHARED,
     KIB,
@@ -36,18 +36,19 @@ SPILLS: dict[str, int] = {
     "default-sm80-fp32-256-attention_forward_kernel": 1024,
     "default-sm80-fp32-256-attention_d_q_kernel": 256,
     "default-sm80-fp32-256-attention_d_kv_kernel": 896,
-    "table-sm90-bf16-128-attention_d_kv_kernel": 64,
+    "table-sm90-bf16-128-attention_forward_kernel": 192,
+    "table-sm90-bf16-128-attention_d_kv_kernel": 384,
     "table-sm90-bf16-256-attention_forward_kernel": 192,
     "table-sm90-bf16-256-attention_d_q_kernel": 128,
     "table-sm90-fp16-128-attention_d_kv_kernel": 64,
+    "table-sm90-bf16-128-window-attention_forward_kernel": 192,
     "table-sm90-bf16-128-window-attention_d_q_kernel": 64,
-    "table-sm90-bf16-128-window-attention_d_kv_kernel": 64,
-    "table-sm90-bf16-128-packed-attention_d_kv_kernel": 384,
-    "table-sm90-bf16-96-narrower-attention_d_kv_kernel": 64,
-    "kept-sm90-128-256-attention_d_kv_kernel": 64,
-    "kept-sm90-128-100-attention_d_kv_kernel": 128,
-    "kept-sm90-256-256-attention_d_kv_kernel": 256,
-    "sm80-fp32-256-attention_decode_kernel": 192,
+    "table-sm90-bf16-128-window-attention_d_kv_kernel": 448,
+    "table-sm90-bf16-128-packed-attention_forward_kernel": 192,
+    "table-sm90-bf16-128-packed-attention_d_kv_kernel": 960,
+    "table-sm90-bf16-96-narrower-attention_forward_kernel": 192,
+    "table-sm90-bf16-96-narrower-attention_d_kv_kernel": 576,
+    "sm80-fp32-256-attention_decode_kernel": 640,
 }
 
 # dtype, capability, D: the defaults on every generation, with lengths that end inside a block.
@@ -93,9 +94,6 @@ def all_kernels() -> dict[str, Kernel]:
     ):
         of = kernels_of(90, SHARED, tiles, BFLOAT16, 100, D, **options)
         found |= {f"table-sm90-bf16-{D}-{name}-{kernel}": x for kernel, x in of.items()}
-    for capability, D, T in ((90, 64, 256), (90, 128, 256), (90, 128, 100), (90, 256, 256), (100, 128, 256)):
-        of = kernels_of(capability, SHARED, kept(D), BFLOAT16, T, D)
-        found |= {f"kept-sm{capability}-{D}-{T}-{name}": x for name, x in of.items() if "forward" not in name}
     for dtype, capability, D, group, T in DECODING:
         inputs, lengths = make_cache([100], T, 100, HQ=8 * group, HKV=8, D=D, dtype=dtype)
         with recorded() as launches:

@@ -19,7 +19,6 @@ from attention_cases import (
     LIMITS,
     assert_within,
     check_decode,
-    kept,
     make_cache,
     results,
 )
@@ -28,8 +27,6 @@ from recurrence_cases import Inputs, error
 from torch import Tensor
 
 from kernels import resolve_backend, softmax_attention, softmax_decode
-from kernels.gpu.attention.tiles import TABLE, AttentionTiles, default, forced
-from kernels.gpu.limits import capability, padded
 
 pytestmark = gpu_checks.required
 
@@ -396,26 +393,25 @@ def test_autocast_decides_the_products() -> None:
 # Tiles
 
 
-def rounded(tiles: AttentionTiles) -> AttentionTiles:
-    d_kv_kept = tiles.d_kv_kept and replace(tiles.d_kv_kept, rounded=True)
-    return replace(tiles, d_kv=replace(tiles.d_kv, rounded=True), d_kv_kept=d_kv_kept)
-
-
 def tile_cases() -> list[Any]:
     """(dtype, D, tiles) of the table for this GPU, and of the defaults."""
     if not torch.cuda.is_available():
         return [pytest.param(None, id="of this GPU")]
+    from kernels.gpu.attention import tiles
+    from kernels.gpu.limits import capability
+
     here = capability(torch.device("cuda"))
-    found = [("table", dtype, D, entry) for (sm, dtype, D), entry in TABLE.items() if sm == here]
-    found += [("kept", BFLOAT16, D, kept(D)) for D in (64, 128, 256) if here == 90]
-    found += [("rounded", dtype, D, rounded(x)) for _, dtype, D, x in found]
-    found += [("default", dtype, D, default(dtype, D)) for dtype in LIMITS for D in (64, 128, 256)]
+    found = [("table", dtype, D, entry) for (sm, dtype, D), entry in tiles.TABLE.items() if sm == here]
+    found += [("rounded", dtype, D, replace(x, d_kv=replace(x.d_kv, rounded=True))) for _, dtype, D, x in found]
+    found += [("default", dtype, D, tiles.default(dtype, D)) for dtype in LIMITS for D in (64, 128, 256)]
     return [pytest.param(case, id="-".join(str(x) for x in case[:3])) for case in found]
 
 
 @pytest.mark.parametrize("case", tile_cases())
 def test_every_tile_configuration(case: tuple[str, torch.dtype, int, Any]) -> None:
     """Against float64, and the same bits twenty times."""
+    from kernels.gpu.attention.tiles import forced
+
     _, dtype, D, tiles = case
     with forced(tiles):
         for T in (300, 384):  # the last block ends early, or is full like the others: compiled without masks
@@ -424,48 +420,3 @@ def test_every_tile_configuration(case: tuple[str, torch.dtype, int, Any]) -> No
             for _ in range(19):
                 cases.assert_same(results(inputs, scale=None), first)
         check(make(300, D=D, dtype=dtype), window=130)
-
-
-# Where dS is kept
-
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or capability(torch.device("cuda")) != 90, reason="needs the shared memory of sm_90"
-)
-
-
-@on_hopper
-@pytest.mark.parametrize("D", [48, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize("T", [1, 64, 129, 1000])
-def test_kept(D: int, T: int) -> None:
-    with forced(kept(padded(D))):
-        check(make(T, B=2, D=D))
-
-
-@on_hopper
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_kept_heads_at_a_time(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All at once or not, and again: the same bits."""
-    inputs = make(1100, B=5, HQ=6, HKV=3, D=D)
-    with forced(kept(D)):
-        together = check(inputs)
-    for megabytes in (64, 16, 8):
-        monkeypatch.setattr("kernels.gpu.attention.operators.KEPT_BYTES", megabytes * 2**20)
-        with forced(kept(D)):
-            for _ in range(5):
-                cases.assert_same(results(inputs, scale=None), together)
-
-
-@on_hopper
-def test_kept_in_a_cuda_graph() -> None:
-    """Captured once, replayed for other numbers."""
-    inputs, other = (make(700, B=2, D=128, seed=seed) for seed in (0, 1))
-    with forced(kept(128)):
-        wanted = results(other)
-        results(inputs)  # compiles
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = results(inputs)
-        for name, x in inputs.items():
-            x.copy_(other[name])
-        graph.replay()
-        cases.assert_same(out, wanted)

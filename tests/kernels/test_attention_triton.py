@@ -13,7 +13,7 @@ import interpreter
 import pytest
 import torch
 from attention_cases import BFLOAT16, SCALE, check, check_decode, make, make_cache, results
-from recurrence_cases import Inputs, error
+from recurrence_cases import error
 from torch import Tensor
 
 interpreter.required()
@@ -23,17 +23,12 @@ import packed_checks  # noqa: E402
 
 from kernels import softmax_attention, softmax_decode  # noqa: E402
 from kernels.gpu.attention.decode import launch, part_of  # noqa: E402
-from kernels.gpu.attention.operators import Plan, plan_for  # noqa: E402
-from kernels.gpu.attention.tiles import KEPT_KEYS, AttentionTiles, Blocks, forced  # noqa: E402
+from kernels.gpu.attention.tiles import AttentionTiles, Blocks, forced  # noqa: E402
 
 BOUNDS = [0, 0, 37, 38, 38, 70, 70]
 # Blocks of 64 as for 16 bits; unequal ones, either way.
 WIDE = AttentionTiles(Blocks(64, 64), Blocks(64, 64), Blocks(64, 64))
 UNEQUAL = AttentionTiles(Blocks(64, 16), Blocks(16, 64), Blocks(64, 16))
-# The same, of the backward that keeps dS.
-KEPT = replace(WIDE, d_kv_kept=Blocks(32, 64), d_q_kept=Blocks(128, 64))
-KEPT_UNEQUAL = replace(WIDE, d_kv_kept=Blocks(128, 32), d_q_kept=Blocks(64, 16))
-KEPT_WIDER = replace(WIDE, d_kv_kept=Blocks(32, 128), d_q_kept=Blocks(128, 64))
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +37,6 @@ def nan_in_new_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def plan(inputs: Inputs, cu_seqlens: Tensor | None = None, window: int | None = None) -> Plan:
-    return plan_for(inputs["q"], inputs["k"], cu_seqlens, SCALE, window)
 
 
 @pytest.fixture
@@ -85,87 +76,6 @@ def test_lengths(T: int) -> None:
 def test_blocks(tiles: AttentionTiles, T: int, S: int, window: int | None) -> None:
     with forced(tiles):
         check(make(T, S, HQ=1, D=8), window=window)
-
-
-@pytest.mark.parametrize("tiles", [KEPT, KEPT_UNEQUAL, KEPT_WIDER], ids=["kept", "unequal", "wider"])
-@pytest.mark.parametrize("T", [1, 63, 64, 65, 128, 300])
-def test_kept(tiles: AttentionTiles, T: int) -> None:
-    """One to three blocks of keys whose rows have one length, not all of them full."""
-    with forced(tiles):
-        assert plan(make(T)).kept
-        check(make(T, HQ=1, D=8))
-
-
-@pytest.mark.parametrize("D", [64, 72, 130])
-def test_kept_widths(D: int) -> None:
-    with forced(KEPT):
-        check(make(33, HQ=1, D=D), scale=None)
-
-
-@pytest.mark.usefixtures("with_bfloat16")
-def test_kept_in_bfloat16() -> None:
-    for tiles in (KEPT, replace(KEPT, d_kv_kept=Blocks(32, 64, rounded=True))):
-        with forced(tiles):
-            check(make(130, HQ=1, D=64, dtype=BFLOAT16), scale=None)
-
-
-@pytest.mark.parametrize(("most", "parts"), [(6, [0]), (5, [0, 3]), (3, [0, 3]), (2, [0, 2, 4]), (1, list(range(6)))])
-def test_kept_heads_at_a_time(most: int, parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two query heads a key head, three rows of two key heads; the same bits as all at once."""
-    inputs = make(40, B=3, HQ=4, HKV=2, D=8)
-    with forced(KEPT):
-        together = check(inputs)
-    monkeypatch.setattr("kernels.gpu.attention.operators.KEPT_BYTES", most * 2 * KEPT_KEYS**2 * 4)
-    with forced(KEPT):
-        assert [part[0] for part in plan(inputs).parts] == parts
-        cases.assert_same(results(inputs), together)
-
-
-def test_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows, packed sequences, last queries, float16, and a head that is too large."""
-    inputs = make(40)
-    with forced(KEPT):
-        assert plan(inputs, window=40).kept and not plan(inputs, window=39).kept
-        assert not plan(inputs, cu_seqlens=torch.tensor([0, 40])).kept
-        assert not plan(make(39, 40)).kept
-        assert not plan(make(40, dtype=torch.float16)).kept
-        check(inputs, window=7)
-        check(inputs, cu_seqlens=torch.tensor([0, 7, 40]))
-        check(make(30, 40))
-    monkeypatch.setattr("kernels.gpu.attention.operators.KEPT_BYTES", 2 * KEPT_KEYS**2 * 4 - 1)
-    with forced(KEPT):
-        assert not plan(inputs).kept
-        check(inputs)
-
-
-def test_kept_future_and_rows() -> None:
-    """No gradient of a query depends on later tokens in any bit, nor on the rest of the batch."""
-    inputs = make(150, B=2, D=8)
-    with forced(KEPT):
-        cases.assert_rows_do_not_meet(inputs)
-        out = results(inputs)
-        for name in inputs:
-            inputs[name][:, 77:] = inputs[name][:, 77:].flip(1)
-        assert torch.equal(results(inputs)["dq"][:, :77], out["dq"][:, :77])
-
-
-def test_kept_strides() -> None:
-    with forced(KEPT):
-        cases.assert_strides_do_not_matter(make(5, B=2, HQ=2, HKV=2, D=8))
-
-
-@pytest.mark.parametrize(
-    ("blocks", "message"),
-    [
-        ({"d_kv_kept": Blocks(64, 64)}, "d_kv_kept, d_q_kept: got one of them, accepted: both or none"),
-        ({"d_kv_kept": Blocks(64, 64), "d_q_kept": Blocks(96, 64)}, "d_q_kept: got .* that divide 128"),
-        ({"d_kv_kept": Blocks(256, 64), "d_q_kept": Blocks(64, 64)}, "d_kv_kept: got .* that divide 128"),
-        ({"d_kv_kept": Blocks(64, 32), "d_q_kept": Blocks(64, 64)}, "d_q_kept: got 64 keys, accepted: at most the 32"),
-    ],
-)
-def test_what_cannot_be_kept(blocks: dict[str, Blocks], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(WIDE, **blocks)
 
 
 @pytest.mark.parametrize("D", [1, 8, 48, 64, 72, 130, 256])

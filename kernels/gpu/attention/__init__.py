@@ -4,7 +4,7 @@
 |--------------|------------------------------------------------------------------|
 | operators.py | which kernels run, on which memory; autograd, torch operators    |
 | forward.py   | o and its log-sum-exp                                            |
-| backward.py  | d_q, d_k and d_v without atomics, in one of two forms            |
+| backward.py  | d_q with the row products δ, then d_kv: no atomics               |
 | decode.py    | new tokens over a cache, which is split among programs           |
 | blocks.py    | what they share: where a program works, what a query sees        |
 | tiles.py     | how they are compiled                                            |

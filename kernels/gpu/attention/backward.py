@@ -1,23 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Softmax attention, backward. No program adds to another's memory: the same inputs give the same bits.
+"""Softmax attention, backward: two kernels, each with its own sums, so that no program adds to another's memory and the
+same inputs give the same bits.
 
     P_ij = 2^(scale · q_i·k_j − lse_i)       dP_ij = dO_i·v_j       δ_i = Σ o_i·dO_i       dS_ij = P_ij (dP_ij − δ_i)
 
-In one of two forms. Each kernel has its own sums, of 2 D FLOPs a product and pair:
+    d_q     a block of queries, over their keys                            dQ = scale · dS K, and δ for the other
+    d_kv    a block of keys, over the queries of all heads of its group    dK = scale · dSᵀ Q,  dV = Pᵀ dO
 
-    d_q       a block of queries, over their keys                            dQ = scale · dS K, and δ for the other
-    d_kv      a block of keys, over the queries of all heads of its group    dK = scale · dSᵀ Q,  dV = Pᵀ dO
-
-compute P and dP in both, 7 products. Where dS is kept there are 5:
-
-    delta     a block of queries                                             δ
-    d_kv      the same, and writes dSᵀ in the inputs' dtype                  dK, dV
-    d_q_kept  a block of queries, over their dS                              dQ = scale · dS K
-
-at the price of 2 bytes a pair in bf16, written and read once, for as many heads at a time as `tiles.KEPT_BYTES` holds.
-It is for queries that see all keys up to their own. dSᵀ of a head is blocks of KEPT_KEYS keys, one after the other, the
-rows of each from its own diagonal on. d_kv computes Sᵀ and dPᵀ at once, so that they leave the accumulators as the left
-operand of the next product.
+P and dP are computed in both: 7 products of D FLOPs times 2 for a pair instead of 5, the price of no atomics. d_kv
+computes Sᵀ and dPᵀ at once, so that they leave the accumulators as the left operand of the next product.
 
 dS is an operand in the inputs' dtype; for float16 in TF32, which has its 11 bits: dS is as large as the gradient,
 which a loss scale moves, and would leave float16's range. P is at most 1, and comes times 2^SHIFT for float16, so that
@@ -28,17 +19,7 @@ takes fewer registers, and computes dP later.
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention.blocks import (
-    SIZES,
-    exp2,
-    kept_elements,
-    kept_rows,
-    key_ranges,
-    load_block,
-    locate,
-    store_block,
-    visible,
-)
+from kernels.gpu.attention.blocks import SIZES, exp2, key_ranges, load_block, locate, store_block, visible
 
 
 @triton.jit
@@ -72,7 +53,7 @@ def add_d_q(
     return d_q
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=(*SIZES, "factor"))
 def attention_d_q_kernel(
     q,  # [B, T, HQ, D]
     k,  # [B, S, HKV, D]
@@ -116,7 +97,7 @@ def attention_d_q_kernel(
     STAGES: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    batch, head, first, length, start = locate(cu_seqlens, T, N, blocks, near, heads, 0, HQ, BM, PACKED, REVERSED=True)
+    batch, head, first, length, start = locate(cu_seqlens, T, N, blocks, near, heads, HQ, BM, PACKED, REVERSED=True)
     past = S - T
     r = tl.arange(0, BM)
     c = tl.arange(0, DP)
@@ -156,12 +137,11 @@ def attention_d_q_kernel(
 
 @triton.jit
 def add_d_kv(
-    d_k, d_v, b_k, b_v, q, d_o, lse, delta, d_s, q_t, d_t, d_s_t, begin, end, key, past, limit, scale, window,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr,
-    KEPT: tl.constexpr, ROUNDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    d_k, d_v, b_k, b_v, q, d_o, lse, delta, q_t, d_t, begin, end, key, past, limit, scale, window,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr,
+    ROUNDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries [begin, end) give, of which those from `limit` on do not exist. KEPT writes dSᵀ to `d_s`,
-    where the keys' rows have query 0."""
+    """Add what the queries [begin, end) give, of which those from `limit` on do not exist."""
     r = tl.arange(0, BM)
     c = tl.arange(0, DP)
     for start in tl.range(begin, end, BM, num_stages=STAGES):
@@ -184,15 +164,11 @@ def add_d_kv(
         if ROUNDED:
             d_p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
             p = p.to(b_do.dtype).to(tl.float32)
-        b_ds = p * (d_p - b_delta[None, :])
-        d_k = score_dot(b_ds, b_q, d_k, PRECISION)
-        if KEPT:  # while the products run
-            rows = (tl.arange(0, BN) * d_s_t)[:, None] + r[None, :]
-            tl.store(d_s + tl.multiple_of(at, BM) + rows, b_ds.to(d_s.dtype.element_ty))
+        d_k = score_dot(p * (d_p - b_delta[None, :]), b_q, d_k, PRECISION)
     return d_k, d_v
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=(*SIZES, "factor"))
 def attention_d_kv_kernel(
     q,  # [B, T, HQ, D]
     k,  # [B, S, HKV, D]
@@ -202,7 +178,6 @@ def attention_d_kv_kernel(
     delta,
     d_k,  # [B, S, HKV, D], written
     d_v,
-    d_s,  # dSᵀ of the query heads from `origin`'s on, written where KEPT
     cu_seqlens,
     q_b,  # strides
     q_t,
@@ -225,7 +200,6 @@ def attention_d_kv_kernel(
     blocks,
     near,
     heads,
-    origin,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -236,15 +210,12 @@ def attention_d_kv_kernel(
     PACKED: tl.constexpr,
     EVEN: tl.constexpr,  # T is a multiple of BM
     SHIFT: tl.constexpr,
-    KEPT: tl.constexpr,
     ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    batch, head, first, length, start = locate(
-        cu_seqlens, S, N, blocks, near, heads, origin, HKV, BN, PACKED, REVERSED=False
-    )
+    batch, head, first, length, start = locate(cu_seqlens, S, N, blocks, near, heads, HKV, BN, PACKED, REVERSED=False)
     past = S - T
     r = tl.arange(0, BN)
     c = tl.arange(0, DP)
@@ -272,99 +243,22 @@ def attention_d_kv_kernel(
     for member in range(HQ // HKV):
         query_head = (head * (HQ // HKV) + member).to(tl.int64)
         at = (batch * HQ + query_head) * T + first
-        b_ds, d_s_t = d_s, 0
-        if KEPT:
-            before, d_s_t = kept_rows(T, start)
-            b_ds = d_s + (batch * HQ + query_head - origin * (HQ // HKV)) * kept_elements(T) + before
         acc_k, acc_v = add_d_kv(
-            acc_k, acc_v, b_k, b_v, q + query_head * q_h, d_o + query_head * d_h, lse + at, delta + at, b_ds, q_t,
-            d_t, d_s_t, full, tail, start + r, past, queries, scale, window,
-            D, DP, BM, BN, WINDOW, SHIFT, KEPT, ROUNDED, PRECISION, False, STAGES,
+            acc_k, acc_v, b_k, b_v, q + query_head * q_h, d_o + query_head * d_h, lse + at, delta + at, q_t, d_t,
+            full, tail, start + r, past, queries, scale, window,
+            D, DP, BM, WINDOW, SHIFT, ROUNDED, PRECISION, False, STAGES,
         )  # fmt: skip
         acc_k, acc_v = add_d_kv(
-            acc_k, acc_v, b_k, b_v, q + query_head * q_h, d_o + query_head * d_h, lse + at, delta + at, b_ds, q_t,
-            d_t, d_s_t, low, full, start + r, past, queries, scale, window,
-            D, DP, BM, BN, WINDOW, SHIFT, KEPT, ROUNDED, PRECISION, True, EDGE,
+            acc_k, acc_v, b_k, b_v, q + query_head * q_h, d_o + query_head * d_h, lse + at, delta + at, q_t, d_t,
+            low, full, start + r, past, queries, scale, window,
+            D, DP, BM, WINDOW, SHIFT, ROUNDED, PRECISION, True, EDGE,
         )  # fmt: skip
         if WINDOW or not EVEN:
             acc_k, acc_v = add_d_kv(
-                acc_k, acc_v, b_k, b_v, q + query_head * q_h, d_o + query_head * d_h, lse + at, delta + at, b_ds, q_t,
-                d_t, d_s_t, tail, end, start + r, past, queries, scale, window,
-                D, DP, BM, BN, WINDOW, SHIFT, KEPT, ROUNDED, PRECISION, True, EDGE,
+                acc_k, acc_v, b_k, b_v, q + query_head * q_h, d_o + query_head * d_h, lse + at, delta + at, q_t, d_t,
+                tail, end, start + r, past, queries, scale, window,
+                D, DP, BM, WINDOW, SHIFT, ROUNDED, PRECISION, True, EDGE,
             )  # fmt: skip
     row = ((batch * S + first + start) * HKV + head) * D
     store_block(d_k + row, HKV * D, r, c, length - start, acc_k * (factor * 2.0**-SHIFT), D, DP)
     store_block(d_v + row, HKV * D, r, c, length - start, acc_v * 2.0**-SHIFT, D, DP)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def attention_delta_kernel(
-    o,  # [B, T, HQ, D]
-    d_o,
-    delta,  # [B, HQ, T], written
-    d_b,  # strides
-    d_t,
-    d_h,
-    T,
-    blocks,
-    heads,
-    HQ: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-):
-    batch, head, _, length, start = locate(None, T, 1, blocks, heads, heads, 0, HQ, BM, False, REVERSED=False)
-    r = tl.arange(0, BM)
-    c = tl.arange(0, DP)
-    d_o += batch * d_b + start.to(tl.int64) * d_t + head.to(tl.int64) * d_h
-    o += ((batch * T + start) * HQ + head) * D
-    b_do = load_block(d_o, d_t, r, c, length - start, D, DP, MASKED=True)
-    b_o = load_block(o, HQ * D, r, c, length - start, D, DP, MASKED=True)
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
-    tl.store(delta + (batch * HQ + head) * T + start + r, b_delta, mask=r < length - start)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def attention_d_q_kept_kernel(
-    d_s,  # as d_kv has left it
-    k,  # [B, T, HKV, D]
-    d_q,  # [B, T, HQ, D], written
-    k_b,  # strides
-    k_t,
-    k_h,
-    factor,  # scale without log2(e)
-    T,
-    S,
-    N,
-    window,
-    blocks,
-    near,
-    heads,
-    origin,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """BN is at most that of d_kv, which writes zeros where a key of its block comes after a query."""
-    batch, head, _, length, start = locate(
-        None, T, N, blocks, near, heads, origin * (HQ // HKV), HQ, BM, False, REVERSED=True
-    )
-    r = tl.arange(0, BM)
-    c = tl.arange(0, DP)
-    keys = tl.arange(0, BN)
-    k += batch * k_b + (head // (HQ // HKV)).to(tl.int64) * k_h
-    d_s += (batch * HQ + head - origin * (HQ // HKV)) * kept_elements(T) + start
-    acc = tl.zeros((BM, DP), tl.float32)
-    for key in tl.range(0, tl.minimum(start + BM, length), BN, num_stages=STAGES):
-        b_k = load_block(k + tl.cast(key, tl.int64) * k_t, k_t, keys, c, length - key, D, DP, MASKED=True)
-        before, stride = kept_rows(T, key)
-        at = d_s + before + ((keys * stride)[:, None] + r[None, :])
-        b_ds = tl.load(at, mask=(r >= key - start)[None, :], other=0.0)
-        acc = tl.dot(tl.trans(b_ds), b_k, acc=acc, input_precision=PRECISION)
-    row = ((batch * T + start) * HQ + head) * D
-    store_block(d_q + row, HQ * D, r, c, length - start, acc * factor, D, DP)

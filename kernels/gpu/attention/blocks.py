@@ -8,23 +8,20 @@ contiguous; o, gradients and what is kept are contiguous. Offsets are int64 up t
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention import tiles
 from kernels.gpu.common import INTERPRETED
 
 # Arguments that change from call to call: no kernel is compiled anew for their divisors.
-SIZES = ("scale", "factor", "T", "S", "N", "window", "blocks", "near", "heads", "origin")
+SIZES = ("scale", "T", "S", "N", "window", "blocks", "near", "heads")
 
-KEPT_KEYS = tl.constexpr(tiles.KEPT_KEYS)
 FLOOR = tl.constexpr(-1e30)  # of scores: finite, so that rows that see nothing in a block make no NaN
 
 
 @triton.jit
 def locate(
-    cu_seqlens, T, N, blocks, near, heads, origin, HEADS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    cu_seqlens, T, N, blocks, near, heads, HEADS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
     REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """Row of the batch, head, first token of the sequence, its tokens, first token of the block inside it, for `heads`
-    heads of all rows from the head `origin` on.
+    """Row of the batch, head, first token of the sequence, its tokens, first token of the block inside it.
 
     `near` heads, whose keys and values fit the L2 cache together, are gone through block by block, then the next;
     REVERSED takes the last blocks, whose rows are longest, first.
@@ -36,7 +33,7 @@ def locate(
     group = pid // (near * blocks)
     inside = pid - group * near * blocks
     width = tl.minimum(near, heads - group * near)
-    at = origin + group * near + inside % width
+    at = group * near + inside % width
     block = inside // width
     if REVERSED:
         block = blocks - 1 - block
@@ -121,20 +118,3 @@ def store_block(base, stride, rows, columns, limit, x, D: tl.constexpr, DP: tl.c
     if D != DP:
         mask = mask & (columns < D)[None, :]
     tl.store(base + rows[:, None] * stride + columns[None, :], x.to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def kept_elements(T):
-    """Of the dSᵀ of a head: its blocks of KEPT_KEYS keys by as many queries, on the diagonal and after it."""
-    side = tl.cdiv(T, KEPT_KEYS).to(tl.int64)
-    return side * (side + 1) // 2 * (KEPT_KEYS * KEPT_KEYS)
-
-
-@triton.jit
-def kept_rows(T, start):
-    """Where the dSᵀ of a head has key `start` and query 0, which itself may lie before it, and from key to key."""
-    side = tl.cdiv(T, KEPT_KEYS)
-    row = start // KEPT_KEYS
-    stride = (side - row) * KEPT_KEYS
-    before = (tl.cast(row, tl.int64) * side - row * (row - 1) // 2) * KEPT_KEYS  # elements over KEPT_KEYS
-    return (before - row) * KEPT_KEYS + tl.cast(start - row * KEPT_KEYS, tl.int64) * stride, stride

@@ -86,7 +86,7 @@ def attention_forward_kernel(
     STAGES: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    batch, head, first, length, start = locate(cu_seqlens, T, N, blocks, near, heads, 0, HQ, BM, PACKED, REVERSED=True)
+    batch, head, first, length, start = locate(cu_seqlens, T, N, blocks, near, heads, HQ, BM, PACKED, REVERSED=True)
     past = S - T
     r = tl.arange(0, BM)
     c = tl.arange(0, DP)

@@ -8,10 +8,6 @@ Products at B×T×H×D = 8×4096×16×128, causal, 2 D FLOPs a pair each, of whi
 | d_q     | Q Kᵀ, dO Vᵀ, dS K         | 0.82  | 1.04              |
 | d_kv    | K Qᵀ, V dOᵀ, Pᵀ dO, dSᵀ Q | 1.10  | 1.39              |
 
-In bf16 the dS of a head is T² bytes and a little: 2.2 GB of all heads here, 1.0 ms of writing and reading at 4.2 TB/s.
-Where d_kv keeps it, d_q has one product, 0.27 TFLOP, but waits for memory: 0.5 ms. At most `KEPT_BYTES` are held at a
-time, so that there are several launches of either; a head that is larger by itself goes the other way.
-
 `kda_lm::attention_forward` and `kda_lm::attention_backward` are the same as torch operators, opaque to torch.compile.
 Outside of a compiler an autograd.Function does: the dispatcher would take longer than the GPU.
 """
@@ -23,21 +19,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.gpu.attention.backward import (
-    attention_d_kv_kernel,
-    attention_d_q_kept_kernel,
-    attention_d_q_kernel,
-    attention_delta_kernel,
-)
+from kernels.gpu.attention.backward import attention_d_kv_kernel, attention_d_q_kernel
 from kernels.gpu.attention.forward import attention_forward_kernel
-from kernels.gpu.attention.tiles import KEPT_BYTES, KEPT_KEYS, NEAR_BYTES, Blocks, attention_tiles, generation
+from kernels.gpu.attention.tiles import NEAR_BYTES, Blocks, attention_tiles, generation
 from kernels.gpu.launch import launcher, traced, types
 from kernels.gpu.limits import padded
 
 LOG2_E = 1.4426950408889634
 # float16 weights times 2¹²: a weight of 2⁻²⁶ is still a normal number, and one of 1 far from 65504.
 FLOAT16_SHIFT = 12.0
-DELTA_ROWS = 64
 FARTHEST = 2**22  # elements between rows: a block's offsets are int32
 
 
@@ -98,26 +88,13 @@ class Plan:
         packed = N is not None
         # A window that no query reaches the end of is none.
         window = None if window is None or window >= S else window
-        common = {"HQ": HQ, "HKV": HKV, "D": D, "DP": padded(D)}
-        masks = {"WINDOW": window is not None, "PACKED": packed}
-        precision = products(dtype)
+        common = {"HQ": HQ, "HKV": HKV, "D": D, "DP": padded(D), "WINDOW": window is not None, "PACKED": packed}
+        common |= products(dtype)
         shift = FLOAT16_SHIFT if dtype == torch.float16 else 0.0
-        group = HQ // HKV
-
-        side = -(-T // KEPT_KEYS)
-        self.kept_elements = group * side * (side + 1) // 2 * KEPT_KEYS**2  # dS of the heads of a key head
-        most = KEPT_BYTES // (self.kept_elements * dtype.itemsize)  # key heads at a time
-        applies = T == S and window is None and not packed and dtype != torch.float16 and most > 0
-        self.kept = tiles.d_kv_kept is not None and applies
-        d_q, d_kv = (tiles.d_q_kept, tiles.d_kv_kept) if self.kept else (tiles.d_q, tiles.d_kv)
-        assert d_q and d_kv
-
-        self.forward = common | masks | precision | {"NEGATIVE": scale < 0, "SHIFT": shift}
-        self.forward |= self._options(tiles.forward)
-        self.d_q = common | precision | ({} if self.kept else masks) | self._options(d_q, edges=not self.kept)
-        self.d_kv = common | masks | precision | {"SHIFT": shift, "EVEN": not packed and T % d_kv.queries == 0}
-        self.d_kv |= {"KEPT": self.kept, "ROUNDED": d_kv.rounded} | self._options(d_kv)
-        self.delta = {"HQ": HQ, "D": D, "DP": padded(D), "BM": DELTA_ROWS, "num_warps": 4}
+        self.forward = common | {"NEGATIVE": scale < 0, "SHIFT": shift} | self._options(tiles.forward)
+        self.d_q = common | self._options(tiles.d_q)
+        self.d_kv = common | {"SHIFT": shift, "EVEN": not packed and T % tiles.d_kv.queries == 0}
+        self.d_kv |= {"ROUNDED": tiles.d_kv.rounded} | self._options(tiles.d_kv)
 
         def sizes(block: int, rows: int, heads: int, near_bytes: int, together: int) -> tuple[tuple[int, ...], int]:
             """What a kernel's programs need to find their place, and how many there are."""
@@ -125,24 +102,18 @@ class Plan:
             near = min(heads, together * max(1, NEAR_BYTES // near_bytes))
             return (T, S, N or 1, window or 0, blocks, near, heads), blocks * heads
 
+        group = HQ // HKV
         read = 2 * D * dtype.itemsize
         self.forward_sizes, self.forward_programs = sizes(tiles.forward.queries, T, B * HQ, read * S, group)
-        blocks = -(-T // DELTA_ROWS)
-        self.delta_sizes, self.delta_programs = (T, blocks, B * HQ), blocks * B * HQ
-        # Of each pair of launches: the first key head, sizes and programs of d_q and of d_kv.
-        self.heads = -(-B * HKV // -(-B * HKV // most)) if self.kept else B * HKV
-        self.parts = []
-        for origin in range(0, B * HKV, self.heads):
-            heads = min(self.heads, B * HKV - origin)
-            of_d_q = sizes(d_q.queries, T, heads * group, read * S, group)
-            self.parts.append((origin, of_d_q, sizes(d_kv.keys, S, heads, read * T * group, 1)))
+        self.d_q_sizes, self.d_q_programs = sizes(tiles.d_q.queries, T, B * HQ, read * S, group)
+        self.d_kv_sizes, self.d_kv_programs = sizes(tiles.d_kv.keys, S, B * HKV, read * T * group, 1)
         self.factor, self.scale = scale, scale * LOG2_E
 
     @staticmethod
-    def _options(blocks: Blocks, edges: bool = True) -> dict[str, Any]:
+    def _options(blocks: Blocks) -> dict[str, Any]:
         """Triton's num_stages would pipeline all loops; each asks for its own."""
-        options = {"BM": blocks.queries, "BN": blocks.keys, "STAGES": blocks.stages}
-        options |= {"num_warps": blocks.warps, "num_stages": 1} | ({"EDGE": blocks.edge} if edges else {})
+        options = {"BM": blocks.queries, "BN": blocks.keys, "STAGES": blocks.stages, "EDGE": blocks.edge}
+        options |= {"num_warps": blocks.warps, "num_stages": 1}
         return options | ({"maxnreg": blocks.registers} if blocks.registers else {})
 
 
@@ -194,23 +165,12 @@ def _backward(
     o, cu_seqlens = o.contiguous(), None if cu_seqlens is None else cu_seqlens.contiguous()
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    d_s = q.new_empty(p.heads * p.kept_elements) if p.kept else None
     launch = launcher(p, types(q, k, v, o, d_o, lse, cu_seqlens), stride_types(strides), "backward")
     with torch.cuda.device_of(q):  # where Triton launches
-        arguments: tuple[Any, ...]
-        if p.kept:
-            arguments = (o, d_o, delta, *strides[9:], *p.delta_sizes)
-            launch(attention_delta_kernel, (p.delta_programs,), arguments, p.delta)
-        for origin, (d_q_sizes, d_q_programs), (d_kv_sizes, d_kv_programs) in p.parts:
-            scales = (p.scale, p.factor)
-            if not p.kept:
-                arguments = (q, k, v, o, d_o, lse, delta, d_q, cu_seqlens, *strides, *scales, *d_q_sizes)
-                launch(attention_d_q_kernel, (d_q_programs,), arguments, p.d_q)
-            arguments = (q, k, v, d_o, lse, delta, d_k, d_v, d_s, cu_seqlens, *strides, *scales, *d_kv_sizes, origin)
-            launch(attention_d_kv_kernel, (d_kv_programs,), arguments, p.d_kv)
-            if p.kept:
-                arguments = (d_s, k, d_q, *strides[3:6], p.factor, *d_q_sizes, origin)
-                launch(attention_d_q_kept_kernel, (d_q_programs,), arguments, p.d_q)
+        arguments: tuple[Any, ...] = (q, k, v, o, d_o, lse, delta, d_q, cu_seqlens, *strides, p.scale, p.factor)
+        launch(attention_d_q_kernel, (p.d_q_programs,), (*arguments, *p.d_q_sizes), p.d_q)
+        arguments = (q, k, v, d_o, lse, delta, d_k, d_v, cu_seqlens, *strides, p.scale, p.factor)
+        launch(attention_d_kv_kernel, (p.d_kv_programs,), (*arguments, *p.d_kv_sizes), p.d_kv)
     return d_q, d_k, d_v
 
 

@@ -14,9 +14,6 @@ import torch
 
 from kernels.gpu.limits import capability, padded
 
-KEPT_KEYS = 128  # that have rows of one length where dS is kept
-KEPT_BYTES = 544 * 2**20  # of dS at a time, at most: of 2²⁸ pairs in bf16, 2,048 tokens or more a sequence
-
 
 @dataclass(frozen=True)
 class Blocks:
@@ -27,37 +24,17 @@ class Blocks:
     warps: int = 4
     stages: int = 2  # of the loop without masks
     edge: int = 1  # of the loops with masks
-    rounded: bool = False  # d_kv, d_kv_kept: see backward.py
+    rounded: bool = False  # d_kv: see backward.py
     registers: int | None = None  # at most, of a thread
 
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """How the kernels are compiled. Results change by their rounding alone.
-
-    The last two, both or none, are of the backward that keeps dS, which is then chosen where it applies: see
-    backward.py. ValueError if their blocks do not divide KEPT_KEYS, or d_q_kept has more keys at a time than d_kv_kept,
-    which writes dS as far as its own blocks go.
-    """
+    """How the three kernels are compiled. Results change by their rounding alone."""
 
     forward: Blocks
     d_q: Blocks
     d_kv: Blocks
-    d_kv_kept: Blocks | None = None
-    d_q_kept: Blocks | None = None
-
-    def __post_init__(self) -> None:
-        if not self.d_kv_kept and not self.d_q_kept:
-            return
-        if not self.d_kv_kept or not self.d_q_kept:
-            raise ValueError("d_kv_kept, d_q_kept: got one of them, accepted: both or none")
-        for name, blocks in (("d_kv_kept", self.d_kv_kept), ("d_q_kept", self.d_q_kept)):
-            if KEPT_KEYS % blocks.queries or KEPT_KEYS % blocks.keys:
-                raise ValueError(f"{name}: got {blocks}, accepted: queries and keys that divide {KEPT_KEYS}")
-        if self.d_q_kept.keys > self.d_kv_kept.keys:
-            raise ValueError(
-                f"d_q_kept: got {self.d_q_kept.keys} keys, accepted: at most the {self.d_kv_kept.keys} of d_kv_kept"
-            )
 
 
 # What any GPU from sm_80 on can run, in 99 KB of shared memory: for 16 bits, for float32, by the padded head width.
