@@ -31,21 +31,21 @@ SHAPES = {64: Shape(32, 2048, 8, 64), 128: Shape(8, 4096, 16, 128), 256: Shape(4
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CUDA = torch.device("cuda")
 
-# queries, keys, warps, stages, stages of the masked loops, rounded: what compiles for sm_90 without spilling in the
-# main loop, or little.
+# queries, keys, warps, stages, stages of the masked loops, rounded, registers: what compiles for sm_90 without spilling
+# in the main loop, or little.
 CANDIDATES: dict[tuple[bool, int], dict[str, list[tuple[Any, ...]]]] = {
     (False, 64): {
         "forward": [
-            (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 3), (64, 64, 4, 4), (128, 128, 8, 3),
-            (128, 64, 8, 4),
+            (128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 4),
+            (128, 64, 8, 3, 1, False, 128), (128, 64, 8, 4, 1, False, 128), (64, 64, 4, 3, 1, False, 168),
         ],
         "d_q": [
-            (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 5), (128, 64, 8, 4), (128, 64, 4, 3), (64, 32, 4, 4),
-            (128, 32, 4, 4),
+            (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 3, 1, False, 168),
+            (128, 64, 8, 3, 1, False, 128), (128, 64, 8, 2, 1, False, 128), (64, 32, 4, 3, 1, False, 128),
         ],
         "d_kv": [
-            (64, 64, 4, 3, 2), (64, 64, 4, 4, 2), (64, 64, 4, 3, 3), (64, 128, 8, 4, 2), (32, 64, 4, 4, 2),
-            (32, 128, 4, 4, 2), (64, 64, 4, 4, 3),
+            (64, 64, 4, 3, 2), (64, 64, 4, 4, 2), (64, 64, 4, 2, 2), (64, 128, 8, 4, 2), (32, 64, 4, 4, 2),
+            (32, 64, 4, 3, 2, False, 168), (32, 128, 4, 4, 2),
         ],
     },
     (False, 128): {

@@ -518,8 +518,9 @@ class _ShortConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        d_parts, d_final = _gradients(ctx, grads)
-        gradients = _backward(d_parts, d_final, *ctx.saved_tensors, ctx.silu)  # type: ignore[call-arg]
+        tensors = ctx.saved_tensors  # once: checkpointed ones are unpacked no second time
+        d_parts, d_final = _gradients(tensors[0], ctx.sizes, grads)
+        gradients = _backward(d_parts, d_final, *tensors, ctx.silu)  # type: ignore[call-arg]
         return *gradients, None, None, None, None
 
 
@@ -561,17 +562,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.sizes, ctx.silu = sizes, silu
 
 
-def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor | None]:
+def _gradients(x: Tensor, sizes: Sequence[int], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor | None]:
     """Of the parts of y, zeros (which take no memory) for one that is missing, and of the last state."""
-    x, parts = ctx.saved_tensors[0], len(ctx.sizes)
-    pairs = zip(grads[:parts], ctx.sizes, strict=True)
+    parts = len(sizes)
+    pairs = zip(grads[:parts], sizes, strict=True)
     d_parts = [x.new_zeros(size).expand(*x.shape[:2], size) if d_y is None else d_y for d_y, size in pairs]
     return d_parts, grads[parts] if len(grads) > parts else None
 
 
 def _operator_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
-    d_parts, d_final = _gradients(ctx, grads)
+    d_parts, d_final = _gradients(tensors[0], ctx.sizes, grads)
     gradients = short_conv_backward(d_parts, d_final, *tensors, ctx.silu)
     named = zip(gradients, tensors, strict=False)
     return *(None if z is None else gradient for gradient, z in named), None, None, None, None

@@ -51,7 +51,7 @@ DEFAULTS: dict[tuple[bool, int], AttentionTiles] = {
 Key = tuple[int, torch.dtype, int]
 TABLE: dict[Key, AttentionTiles] = {
     (90, torch.bfloat16, 64): AttentionTiles(
-        forward=Blocks(128, 64, 4, 3), d_q=Blocks(64, 64, 4, 3), d_kv=Blocks(64, 64, 4, 3, 2)
+        forward=Blocks(128, 64, 8, 3, registers=128), d_q=Blocks(64, 64, 4, 3), d_kv=Blocks(64, 64, 4, 3, 2)
     ),
     (90, torch.bfloat16, 128): AttentionTiles(
         forward=Blocks(64, 64, 4, 3), d_q=Blocks(128, 64, 8, 3), d_kv=Blocks(32, 64, 4, 4, 2)
