@@ -111,19 +111,23 @@ def run_parity(options: DictConfig) -> list[Parity]:
         rows = {}
         for way in parity.differences:
             judged = "BEYOND its bound: " if way in parity.broken else ""
-            rows[way.way] = f"{judged}{way.error:.1e}, a logit by {way.absolute:.1e}"
+            rows[way.way] = f"{judged}{way.rms:.1e}, at worst {way.error:.1e}, a logit by {way.absolute:.1e}"
             rows[way.way] += f" ({way.where})" if way.error else ""
-        bound = f"{parity.bound:.1e}"
+        bound = f"{parity.bound:.1e} for the worst position"
         if parity.distance is not None:
-            bound += f" = twice the distance of bf16 from float32, {parity.distance:.1e}"
-        print_table(f"{parity.precision}: largest error of a position", {**rows, "bound": bound})
+            bound = f"{parity.bound:.1e} = twice the distance of bf16 from float32, {parity.distance:.1e}"
+        print_table(f"{parity.precision}: errors of positions, root mean square", {**rows, "bound": bound})
     if config.json is not None:
         about = {"checkpoint": str(path), "step": checkpoint.step, "rows": len(tokens), "splits": splits}
-        write_json(from_launch_dir(config.json), {**about, "parity": [_numbers(asdict(parity)) for parity in found]})
-    broken = [f"{parity.precision}, {way.way}: {way.error:.1e}" for parity in found for way in parity.broken]
+        write_json(from_launch_dir(config.json), {**about, "parity": [_numbers(_values(parity)) for parity in found]})
+    broken = [f"{parity.precision}, {way.way}: {parity.judged(way):.1e}" for parity in found for way in parity.broken]
     if broken:
         raise BrokenParity(f"not one answer whichever way it is computed: {'; '.join(broken)}")
     return found
+
+
+def _values(parity: Parity) -> dict[str, Any]:
+    return {**asdict(parity), "differences": [{**asdict(way), "rms": way.rms} for way in parity.differences]}
 
 
 def _numbers(value: Any) -> Any:

@@ -110,6 +110,11 @@ class TrainingModule(lightning.LightningModule):
         """Bytes of the GPU that tensors take now; 0 on a CPU."""
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
+    def on_validation_model_zero_grad(self) -> None:
+        """Lightning drops all gradients before a validation, but a graph adds to those that it was recorded with."""
+        if not self.cuda_graph:
+            super().on_validation_model_zero_grad()
+
     def on_validation_epoch_start(self) -> None:
         self._tally = Tally()
 

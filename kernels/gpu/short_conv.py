@@ -36,7 +36,7 @@ WIDEST = 128  # channels of a program, which is one warp
 FORWARD_ROWS, BACKWARD_ROWS = 64, 256  # tokens of a program; a program's partial sums take W + 1 rows of float32
 FEWEST_ROWS = 32
 PROGRAMS = 4096  # the backward's, at least, if the segments may still be shorter
-FORWARD_UNROLL, BACKWARD_UNROLL = 8, 4  # tokens that are loaded together
+FORWARD_UNROLL = BACKWARD_UNROLL = 8  # tokens that are loaded together
 
 SIZES = ("T", "NT", "N")  # no kernel is compiled anew for their divisors
 

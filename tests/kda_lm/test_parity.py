@@ -37,7 +37,7 @@ def test_every_kind_gives_one_answer(kind: str) -> None:
     model = tiny_lm(KINDS[kind], layers=2)
     for precision, share in (("32-true", 0.2), ("bf16-mixed", 1.0)):
         found = compare(model, precision)
-        assert max(way.error for way in found.differences) <= share * found.bound
+        assert max(map(found.judged, found.differences)) <= share * found.bound
 
 
 def lost_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +97,10 @@ def lost_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_each_way_finds(fault: Any, ways: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_lm(small_options("kda"), small_options("softmax"))
     fault(monkeypatch)
-    found = compare(model)
-    names = {way.way: function.__name__ for way, function in zip(found.differences, parity.WAYS, strict=True)}
-    assert {names[way.way] for way in found.broken} == ways, found.differences
+    for precision in ("32-true", "bf16-mixed"):
+        found = compare(model, precision)
+        names = {way.way: function.__name__ for way, function in zip(found.differences, parity.WAYS, strict=True)}
+        assert {names[way.way] for way in found.broken} == ways, found.differences
 
 
 def test_what_is_no_number_is_beyond_any_bound() -> None:
@@ -115,6 +116,9 @@ def test_a_way_may_have_a_bound_of_its_own() -> None:
     for found in (same, near):
         found.add(torch.tensor([[1.0, 1.0], [1.0, 1.1]]), torch.ones(2, 2), "here")
     assert near.where == "row 1, here"
+    assert near.error == pytest.approx(0.1 / 2**0.5) and near.rms == pytest.approx(0.05)
+    assert parity.Parity("bf16-mixed", 0.03, 0.06, [near]).broken == []
+    assert parity.Parity("32-true", None, 0.06, [near]).broken == [near]
     assert parity.Parity("32-true", None, 1.0, [same, near]).broken == [same]
 
 

@@ -262,13 +262,16 @@ def assert_norm_rows_alone(inputs: Inputs) -> None:
         assert_same(alone, {name: x[n : n + 1] for name, x in together.items()})
 
 
-def assert_norm_strides(inputs: Inputs) -> None:
-    """Parts of wider tensors, or laid out backwards."""
+def assert_norm_strides(inputs: Inputs, limit: float = 0.0) -> None:
+    """Parts of wider tensors, or laid out backwards: the same bits, or as near as `limit`."""
     expected = norm(inputs, "triton")
     for change in (lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]], lambda x: x.mT.contiguous().mT):
         others = {name: x if name == "weight" else change(x) for name, x in inputs.items()}
         assert not others["x"].is_contiguous()
-        assert_same(norm(others, "triton"), expected)
+        if limit:
+            assert_close(norm(others, "triton"), expected, limit)
+        else:
+            assert_same(norm(others, "triton"), expected)
 
 
 # SwiGLU

@@ -169,12 +169,13 @@ def test_norm_of_a_sum_matches_float64(dtype: torch.dtype, shape: tuple[int, ...
 @pytest.mark.parametrize("N", [768, 1000])
 @pytest.mark.usefixtures("nan_in_new_memory")
 def test_norm_of_a_sum_under_autocast(N: int) -> None:
-    """A float32 stream and what a bfloat16 layer adds. Sums of a row may be in another order than without a sum."""
+    """A float32 stream and what a bfloat16 layer adds. Sums of a row may be in another order than without a sum, and
+    with other strides."""
     inputs = placed(checks.norm_inputs(300, N, added=True, gated=False, dtype=FLOAT32))
     inputs["y"] = inputs["y"].bfloat16()
     checks.assert_sum_and_norm_apart(inputs, LIMITS[BFLOAT16], same="s", dtype=BFLOAT16)
     checks.assert_either_gradient(inputs, LIMITS[BFLOAT16])
-    checks.assert_norm_strides(inputs)
+    checks.assert_norm_strides(inputs, LIMITS[BFLOAT16])
 
 
 def test_norm_of_a_sum_with_one_gradient_for_both() -> None:
