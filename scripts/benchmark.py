@@ -241,7 +241,6 @@ def add_models(command: argparse.ArgumentParser) -> None:
 
 
 def add_train(command: argparse.ArgumentParser) -> None:
-    switch = argparse.BooleanOptionalAction
     command.description = train.__doc__
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     add_models(command)
@@ -262,7 +261,7 @@ def add_train(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tokens-per-step", type=positive, default=32768, help="default 32768")
     command.add_argument("--steps", type=positive, default=20, help="measured; default 20")
     command.add_argument("--warmup", type=positive, default=5, help="steps before them; default 5")
-    command.add_argument("--compile", action=switch, default=True, help="torch.compile our blocks (default)")
+    command.add_argument("--compile", action="store_true", help="torch.compile our blocks")
     command.add_argument("--checkpoint-layers", action="store_true", help="run each layer again in the backward")
     command.add_argument("--cold", action="store_true", help="empty compilers' caches for every row")
     command.add_argument(

@@ -22,7 +22,7 @@ from scripts.benchmarking.models import PATTERNS, Size, build_lm
 from scripts.benchmarking.train import Options, Trial, configure, mfu
 
 TOY = ["--sizes", "2x64", "--seq-lens", "64", "--tokens-per-step", "128", "--steps", "2", "--warmup", "1"]
-TOY += ["--vocab", "300", "--device", "cpu", "--no-compile"]
+TOY += ["--vocab", "300", "--device", "cpu"]
 OPTIONS = Options(
     sizes=[Size(2, 64)],
     patterns=["kda"],

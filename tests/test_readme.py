@@ -28,7 +28,7 @@ SMALL = [
     "samples.max_new_tokens=3",
     "wandb=false",
 ]
-SMALL_TRAINING = ["--sizes", "2x64", "--seq-lens", "64", "--tokens-per-step", "64", "--vocab", "300", "--no-compile"]
+SMALL_TRAINING = ["--sizes", "2x64", "--seq-lens", "64", "--tokens-per-step", "64", "--vocab", "300"]
 SMALL_TRAINING += ["--patterns", "linear", "--steps", "1", "--warmup", "1", "--device", "cpu"]
 SMALL_DECODING = ["--sizes", "1x32", "--head-dim", "16", "--vocab", "300", "--batches", "2", "--contexts", "4"]
 SMALL_DECODING += ["--patterns", "kda"]

@@ -6,9 +6,9 @@
     python scripts/benchmark.py train --patterns kda optim=adamw mixers.kda.rule=additive     options of train.py
 
 A row is a fresh process that trains as train.py does: its configuration, TrainingModule and Lightning's Trainer, data
-loaded and moved step by step, gradients clipped, the default optimizer, bf16 autocast over float32 weights on a GPU,
-blocks compiled. Left out: logging, validation, samples and checkpoints. One that fails says why; the others go on. The
-exit status is 1 if one of ours fails; a peer may.
+loaded and moved step by step, gradients clipped, the default optimizer; on a GPU bf16 autocast over float32 weights,
+and steps from a CUDA graph (trainer.cuda_graph=false does without). Left out: logging, validation, samples and
+checkpoints. One that fails says why; the others go on. The exit status is 1 if one of ours fails; a peer may.
 
 tokens/s    tokens of a step / step ms
 ratio       step ms of the peer / ours: how many times as fast ours is
