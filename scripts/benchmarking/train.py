@@ -15,7 +15,7 @@ ratio       step ms of the peer / ours: how many times as fast ours is
 MFU         3 · LM.flops_per_token(T) · tokens/s / peak; the peak (in the first line printed) is the data sheet's dense
             figure, or a measured matrix product's where kda_lm.training.callbacks.peak_flops has none
 step ms     median over --steps after --warmup: from the end of a step to the end of the next, by CUDA events on a GPU
-peak MiB    most that tensors took on the GPU at once during the measured steps, weights and optimizer included
+peak MiB    most that tensors took on the GPU at once after the first step, weights and optimizer included
 activation MiB  what a micro-batch's forward leaves for its backward; the loss's own gradients are in it
 first step s    from the start of building the model to the end of the first step: initialisation, compilers and the
             peer's tuner. The data are prepared, and the GPU is up, before. With --cold the caches of Triton and

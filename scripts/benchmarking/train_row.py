@@ -64,8 +64,8 @@ class Clock(Callback):
             self.first_step_s = time.perf_counter() - self._began
         self.losses.append(outputs["train/loss"])
         self.activation_mib = outputs.get("train/activation_mib")
-        if len(self.losses) == self.warmup and self.gpu:
-            torch.cuda.reset_peak_memory_stats()  # a tuner's memory is not training's
+        if len(self.losses) == 1 and self.gpu:
+            torch.cuda.reset_peak_memory_stats()  # a tuner's memory is not training's; a graph is recorded next
         if len(self.losses) >= self.warmup:
             self._marks.append(self._mark())
 
