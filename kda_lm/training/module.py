@@ -71,8 +71,6 @@ class TrainingModule(lightning.LightningModule):
         targets = torch.stack([(micro["targets"] != -100).sum() for micro in batch]).sum()
         targets = self._sum_over_ranks(targets).clamp(min=1)
         factor = self.trainer.world_size / targets  # DDP averages gradients over ranks; the sum is wanted
-        if self.cuda_graph and self._recorded is None:
-            self._recorded = Recorded(self._add_gradients)
         total = torch.zeros((), device=self.device)
         for i, micro in enumerate(batch):
             with self._synchronise_gradients(i == len(batch) - 1):
@@ -141,6 +139,7 @@ class TrainingModule(lightning.LightningModule):
         self._saved_rng = checkpoint["rng"]
 
     def on_train_start(self) -> None:
+        self._recorded = Recorded(self._add_gradients) if self.cuda_graph else None
         apply_options(self.optimizers(), self.optim)  # type: ignore[arg-type]
         # As late as possible: building loaders draws random numbers, too.
         if self._saved_rng is not None:
@@ -151,6 +150,9 @@ class TrainingModule(lightning.LightningModule):
             if len(self._saved_rng["cuda"]) == torch.cuda.device_count():
                 torch.cuda.set_rng_state_all([state.cpu() for state in self._saved_rng["cuda"]])
             self._saved_rng = None
+
+    def on_train_end(self) -> None:
+        self._recorded = None  # its memory, and it would not follow the weights to another device
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         if self.trainer.world_size > 1:
