@@ -145,7 +145,10 @@ def fit(
     project = settings.run.wandb_project if settings.run.wandb else None
     with open_loggers(folder, project, about["id"], settings.options, resumed_step) as (loggers, log_summary):
         trainer = build_trainer(settings.trainer, folder, loggers, samples, monitor)
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        finally:
+            module.release()
         if module.val_score is None:  # there was nothing left to train
             trainer.validate(module, datamodule=data, verbose=False)
         if not trainer.is_global_zero:

@@ -8,11 +8,13 @@ float32   of no position more than 1e-4: sums in another order, through all laye
 bf16      the root mean square over all positions at most 2·d, where d is that of the one pass in bf16 from the same
           pass in float32. Two ways in bf16 round the same numbers at other places; each is about d from what they both
           stand for, and errors that know nothing of each other add up as squares: to √2·d, and to 2·d if a way rounds
-          so much more that it is √3·d away. Of the worst position nothing follows: layers amplify what is rounded at
-          some places more than at others, and a way is compared at more places than d is measured at.
+          so much more that it is √3·d away. For the worst position nothing follows, for layers amplify what is rounded
+          at some places more than at others, and a way is compared at more places than d is measured at: it may be
+          TAIL times as far as the worst of the one pass. A token that is wrong altogether is off by about 1.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ from kda_lm.evaluation import TextConfig
 from kda_lm.model import LM
 
 FLOAT32_BOUND = 1e-4
+TAIL = 4.0
 TELLING_SPLITS = (1, 2, 3, 63, 64, 65)  # around nothing, a short convolution, a chunk; and the last token
 PIECES = (1, 2, 16, 17)  # tokens that are appended at once, before all that is left
 
@@ -81,20 +84,22 @@ class Parity:
 
     precision: Precision
     distance: float | None  # d; None in float32
-    bound: float
+    bound: float  # of the worst position
     differences: list[Difference]
 
     @property
     def broken(self) -> list[Difference]:
-        """Beyond the bound, or no number."""
-        return [found for found in self.differences if not self.judged(found) <= self.bound_of(found)]
+        """Beyond a bound, or no number."""
+        return [found for found in self.differences if not self.share(found) <= 1]
 
-    def judged(self, found: Difference) -> float:
-        """What has to be within the bound."""
-        return found.error if self.distance is None or found.bound is not None else found.rms
-
-    def bound_of(self, found: Difference) -> float:
-        return self.bound if found.bound is None else found.bound
+    def share(self, found: Difference) -> float:
+        """Of what it may be off, the worst position or all of them."""
+        bound = self.bound if found.bound is None else found.bound
+        # The least number for a bound of none: any difference is beyond it.
+        shares = [found.error / max(bound, sys.float_info.min)]
+        if self.distance is not None and found.bound is None:
+            shares.append(found.rms / (2 * self.distance))
+        return max(shares, key=lambda share: math.inf if math.isnan(share) else share)
 
 
 def position_errors(logits: Tensor, reference: Tensor) -> Tensor:
@@ -121,8 +126,8 @@ def compare(model: LM, tokens: Tensor, splits: Sequence[int], steps: int, precis
             found.append(graph_and_none(model, tokens, whole, splits, steps))
     if precision == "32-true":
         return Parity(precision, None, FLOAT32_BOUND, found)
-    distance = float(position_errors(whole, exact).square().mean().sqrt())
-    return Parity(precision, distance, 2 * distance, found)
+    errors = position_errors(whole, exact)
+    return Parity(precision, float(errors.square().mean().sqrt()), TAIL * float(errors.max()), found)
 
 
 def segments(model: LM, tokens: Tensor, whole: Tensor, splits: Sequence[int], steps: int) -> Difference:

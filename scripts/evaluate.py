@@ -110,17 +110,21 @@ def run_parity(options: DictConfig) -> list[Parity]:
     for parity in found:
         rows = {}
         for way in parity.differences:
-            judged = "BEYOND its bound: " if way in parity.broken else ""
-            rows[way.way] = f"{judged}{way.rms:.1e}, at worst {way.error:.1e}, a logit by {way.absolute:.1e}"
+            verdict = "BEYOND its bound: " if way in parity.broken else ""
+            rows[way.way] = f"{verdict}{way.rms:.1e}, at worst {way.error:.1e}, a logit by {way.absolute:.1e}"
             rows[way.way] += f" ({way.where})" if way.error else ""
         bound = f"{parity.bound:.1e} for the worst position"
         if parity.distance is not None:
-            bound = f"{parity.bound:.1e} = twice the distance of bf16 from float32, {parity.distance:.1e}"
+            bound = f"{2 * parity.distance:.1e} = twice the distance of bf16 from float32, at worst {parity.bound:.1e}"
         print_table(f"{parity.precision}: errors of positions, root mean square", {**rows, "bound": bound})
     if config.json is not None:
         about = {"checkpoint": str(path), "step": checkpoint.step, "rows": len(tokens), "splits": splits}
         write_json(from_launch_dir(config.json), {**about, "parity": [_numbers(_values(parity)) for parity in found]})
-    broken = [f"{parity.precision}, {way.way}: {parity.judged(way):.1e}" for parity in found for way in parity.broken]
+    broken = [
+        f"{parity.precision}, {way.way}: {way.rms:.1e}, at worst {way.error:.1e}"
+        for parity in found
+        for way in parity.broken
+    ]
     if broken:
         raise BrokenParity(f"not one answer whichever way it is computed: {'; '.join(broken)}")
     return found

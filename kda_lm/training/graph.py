@@ -2,7 +2,8 @@
 
 A step of a small model is some two thousand kernels, which the host takes longer to start than a GPU to run; from a
 graph it starts all of them at once. What a graph holds reads and writes the same memory every time: weights that are
-changed in place, gradients that are zeroed instead of dropped, and copies of the inputs.
+changed in place, gradients that are zeroed instead of dropped, and copies of the inputs. Hooks of autograd and of
+Lightning around the backward run when it is recorded, not when it is replayed.
 """
 
 from collections.abc import Callable
@@ -47,31 +48,37 @@ class Recorded:
         recording.graph.replay()
         return recording.output.clone()
 
+    def _run(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Without autocast's cache: what it keeps would be read after a graph has written over it. A compiler makes
+        another version without than with it, so the first call does without, too."""
+        dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
+            return self._function(**inputs)
+
     def _first(self, inputs: dict[str, Tensor]) -> Tensor:
         """On the stream that records later: what libraries keep for each stream is there then."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            output = self._function(**inputs)
+            output = self._run(inputs)
         torch.cuda.current_stream().wait_stream(self._stream)
         return output
 
     def _record(self, inputs: dict[str, Tensor]) -> _Recording:
         static = {name: x.clone() for name, x in inputs.items()}
         graph = torch.cuda.CUDAGraph()
-        # Rounded weights that autocast keeps would be read after the graph has written over them.
-        dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         try:
             with (
-                torch.autocast("cuda", dtype, enabled, cache_enabled=False),
+                torch.cuda.stream(torch.cuda.current_stream()),  # a capture that fails leaves its own stream current
                 # Other threads, such as a data loader's, may go on with what a capture of their own would not allow.
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
-                output = self._function(**static)
+                output = self._run(static)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            # Ending the capture fails, too; the reason is what failed before.
+            reason = str(error.__context__ or error).partition("\n")[0]
             raise UserError(
                 f"a step cannot be recorded as a CUDA graph: {reason}; trainer.cuda_graph=false does without"
-            ) from None
+            ) from error
         return _Recording(graph, list(static.values()), output)

@@ -51,12 +51,12 @@ class TrainingModule(lightning.LightningModule):
         self.max_steps = max_steps
         self.metadata = metadata
         self.val_bytes = val_bytes
-        self.cuda_graph = cuda_graph  # all micro-batches on one GPU, of one shape and without cu_seqlens
+        self.cuda_graph = cuda_graph  # on one GPU, without cu_seqlens
         self.val_score: Score | None = None  # the latest validation's
         self._tally = Tally()
         self._saved_rng: dict[str, Any] | None = None
         self._recorded: Recorded | None = None
-        self._activations = 0  # bytes that the largest forward left for its backward
+        self._activations = 0  # bytes that the last forward left for its backward
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self.model, self.optim)
@@ -64,17 +64,18 @@ class TrainingModule(lightning.LightningModule):
     def training_step(self, batch: list[MicroBatch], batch_idx: int) -> dict[str, Any]:
         """One optimizer step.
 
-        Raises UserError naming the step when the loss or the gradient is not finite. The weights are lost then; no
-        checkpoint has them.
+        Raises UserError naming the step when the loss or the gradient is not finite. The weights have been updated with
+        it then; no checkpoint has them.
         """
         optimizer: Any = self.optimizers()
         targets = torch.stack([(micro["targets"] != -100).sum() for micro in batch]).sum()
         targets = self._sum_over_ranks(targets).clamp(min=1)
         factor = self.trainer.world_size / targets  # DDP averages gradients over ranks; the sum is wanted
+        add_gradients = self._recorded or self._add_gradients
         total = torch.zeros((), device=self.device)
         for i, micro in enumerate(batch):
             with self._synchronise_gradients(i == len(batch) - 1):
-                total += (self._recorded or self._add_gradients)(**micro, factor=factor)
+                total += add_gradients(**micro, factor=factor)
         loss = self._sum_over_ranks(total) / targets
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.grad_clip or float("inf"))
         step = self.trainer.global_step + 1
@@ -100,7 +101,7 @@ class TrainingModule(lightning.LightningModule):
         """Add the gradient of factor · loss to the parameters', and return the loss, summed over targets."""
         held = self._allocated()
         nll, _ = self.model.loss(**micro, z_loss=self.optim.z_loss)
-        self._activations = max(self._activations, self._allocated() - held)
+        self._activations = self._allocated() - held
         self.manual_backward(nll * factor)
         return nll.detach()
 
@@ -152,7 +153,15 @@ class TrainingModule(lightning.LightningModule):
             self._saved_rng = None
 
     def on_train_end(self) -> None:
-        self._recorded = None  # its memory, and it would not follow the weights to another device
+        self.release()
+
+    def release(self) -> None:
+        """Let a graph go, and the gradients that it adds to: their memory, and they would not follow the weights to
+        another device. Where training ends in an error, Lightning does not say so to a module.
+        """
+        self._recorded = None
+        if self.cuda_graph:
+            self.zero_grad(set_to_none=True)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         if self.trainer.world_size > 1:

@@ -36,7 +36,7 @@ WIDEST = 128  # channels of a program, which is one warp
 FORWARD_ROWS, BACKWARD_ROWS = 64, 256  # tokens of a program; a program's partial sums take W + 1 rows of float32
 FEWEST_ROWS = 32
 PROGRAMS = 4096  # the backward's, at least, if the segments may still be shorter
-FORWARD_UNROLL = BACKWARD_UNROLL = 8  # tokens that are loaded together
+UNROLL = 8  # tokens that are loaded together
 
 SIZES = ("T", "NT", "N")  # no kernel is compiled anew for their divisors
 
@@ -453,7 +453,7 @@ def _forward(
     results = _results(x, weight, cu_seqlens, sizes, output_final_state)
     T = x.shape[1]
     segments, NT, N = _segments(x, cu_seqlens, FORWARD_ROWS)
-    constants = _constants(sizes, weight, FORWARD_ROWS, FORWARD_UNROLL if T > 1 else 1, silu)
+    constants = _constants(sizes, weight, FORWARD_ROWS, UNROLL if T > 1 else 1, silu)
     tensors = (x, weight, bias, initial_state, cu_seqlens)
     parts, state = _three(results[: len(sizes)], None), results[len(sizes)] if output_final_state else None
     start = _start(tensors, x.device, output_final_state, *constants.values())
@@ -496,7 +496,7 @@ def _backward(
     d_x = x.new_empty(x.shape)
     d_initial = None if initial_state is None else x.new_empty(initial_state.shape)
     partial = x.new_empty((segments, W if bias is None else W + 1, D), dtype=torch.float32)
-    constants = _constants(sizes, weight, rows, BACKWARD_UNROLL, silu)
+    constants = _constants(sizes, weight, rows, UNROLL, silu)
     tensors = (x, weight, bias, initial_state, cu_seqlens, *_three(d_parts, None), d_final)
     start = _start(tensors, x.device, *constants.values())
     with torch.cuda.device_of(x):

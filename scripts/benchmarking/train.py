@@ -15,7 +15,8 @@ ratio       step ms of the peer / ours: how many times as fast ours is
 MFU         3 · LM.flops_per_token(T) · tokens/s / peak; the peak (in the first line printed) is the data sheet's dense
             figure, or a measured matrix product's where kda_lm.training.callbacks.peak_flops has none
 step ms     median over --steps after --warmup: from the end of a step to the end of the next, by CUDA events on a GPU
-peak MiB    most that tensors took on the GPU at once after the first step, weights and optimizer included
+peak MiB    most that tensors took on the GPU at once during the measured steps, weights and optimizer included; with a
+            CUDA graph during all steps, a tuner's memory included
 activation MiB  what a micro-batch's forward leaves for its backward; the loss's own gradients are in it
 first step s    from the start of building the model to the end of the first step: initialisation, compilers and the
             peer's tuner. The data are prepared, and the GPU is up, before. With --cold the caches of Triton and
@@ -28,7 +29,7 @@ is 257. The file of --json also has every step's ms, graph breaks, and the first
 
 The peer's models have the same layers, width, heads, MLP, vocabulary and tied embedding, and go through the same steps
 and optimizer; peer_lm.py says what differs. They run without torch.compile, which their kernels interrupt, unless
---peer-compile says so.
+--peer-compile says so; their steps are recorded as ours are.
 """
 
 import json

@@ -47,8 +47,8 @@ class RandomSteps(Dataset[list[Batch]]):
 class Clock(Callback):
     """Marks the end of each step from the `warmup`-th on, and the wall time of the first."""
 
-    def __init__(self, warmup: int, device: torch.device) -> None:
-        self.warmup, self.gpu = warmup, measure.on_gpu(device)
+    def __init__(self, warmup: int, device: torch.device, recorded: bool) -> None:
+        self.warmup, self.gpu, self.recorded = warmup, measure.on_gpu(device), recorded
         self.first_step_s = 0.0
         self.losses: list[float] = []
         self.activation_mib: float | None = None
@@ -64,8 +64,8 @@ class Clock(Callback):
             self.first_step_s = time.perf_counter() - self._began
         self.losses.append(outputs["train/loss"])
         self.activation_mib = outputs.get("train/activation_mib")
-        if len(self.losses) == 1 and self.gpu:
-            torch.cuda.reset_peak_memory_stats()  # a tuner's memory is not training's; a graph is recorded next
+        if len(self.losses) == self.warmup and self.gpu and not self.recorded:  # replays allocate nothing
+            torch.cuda.reset_peak_memory_stats()  # a tuner's memory is not training's
         if len(self.losses) >= self.warmup:
             self._marks.append(self._mark())
 
@@ -136,14 +136,15 @@ def measure_row(trial: Trial) -> Result:
     lightning.seed_everything(trial.options["seed"], verbose=False)
     source = load(trial, device)
     torch.zeros(1, device=device)  # the GPU is up before the clock starts
-    clock = Clock(trial.warmup, device)
+    recorded = config.uses_cuda_graph(trial.options["data"]["isolate_documents"])
+    clock = Clock(trial.warmup, device, recorded)
     model = build(trial, device)
     module = TrainingModule(
         cast(LM, model),
         read_config(OptimConfig, trial.options["optim"], "optim"),
         config.max_steps,
         metadata={},
-        cuda_graph=config.uses_cuda_graph(trial.options["data"]["isolate_documents"]),
+        cuda_graph=recorded,
     )
     trainer = lightning.Trainer(
         accelerator="gpu" if measure.on_gpu(device) else "cpu",

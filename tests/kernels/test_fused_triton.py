@@ -54,8 +54,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short_conv, "FORWARD_ROWS", 8)
     monkeypatch.setattr(short_conv, "BACKWARD_ROWS", 8)
     monkeypatch.setattr(short_conv, "FEWEST_ROWS", 8)
-    monkeypatch.setattr(short_conv, "FORWARD_UNROLL", 3)
-    monkeypatch.setattr(short_conv, "BACKWARD_UNROLL", 2)
+    monkeypatch.setattr(short_conv, "UNROLL", 2)
 
 
 @dtypes
