@@ -30,6 +30,7 @@ from kda_lm.model import LM
 from kda_lm.training import loggers
 from kda_lm.training.callbacks import Monitor, ProgressLine, peak_flops
 from kda_lm.training.checkpoint import AtomicCheckpointIO
+from kda_lm.training.config import TrainerConfig
 from kda_lm.training.module import TrainingModule
 from kda_lm.training.optim import OptimConfig, group_options, lr_factor
 
@@ -162,6 +163,37 @@ def test_what_is_not_finite_stops_the_run(
     assert sorted(rows(Path("bad"))) == [1, 2, 3, 4, 5]
     assert not list(Path("bad").rglob("*.tmp"))
     assert resume("bad")["steps"] == 8
+
+
+def test_around_a_cuda_graph(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in that records nothing: the same steps; gradients stay where they are, through validations, too,
+    and go with the graph when training ends, in an error, too. The graph itself: test_training_gpu.py."""
+    plain, _ = run("plain", "trainer.micro_batch_size=2")
+    places: list[set[int]] = []
+    modules: list[TrainingModule] = []
+    add_gradients, release = TrainingModule._add_gradients, TrainingModule.release
+
+    def watched(self: TrainingModule, **inputs: Tensor) -> Tensor:
+        nll = add_gradients(self, **inputs)
+        places.append({p.grad.data_ptr() for p in self.parameters() if p.grad is not None})
+        return nll
+
+    def released(self: TrainingModule) -> None:
+        release(self)
+        modules.append(self)
+
+    monkeypatch.setattr("kda_lm.training.module.Recorded", lambda function: function)
+    monkeypatch.setattr(TrainerConfig, "uses_cuda_graph", lambda *_: True)
+    monkeypatch.setattr(TrainingModule, "_add_gradients", watched)
+    monkeypatch.setattr(TrainingModule, "release", released)
+    replayed, _ = run("replayed", "trainer.micro_batch_size=2")
+    assert replayed["val/loss"] == plain["val/loss"]
+    assert len(places) == 16 and all(place == places[0] for place in places)
+    monkeypatch.setattr(TrainingModule, "on_validation_epoch_end", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("broken")
+    for module in modules:
+        assert module._recorded is None and all(p.grad is None for p in module.parameters())
 
 
 # ------------------------------------------------------------------------------ precision and averaging
