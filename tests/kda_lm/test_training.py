@@ -192,6 +192,7 @@ def test_around_a_cuda_graph(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingModule, "on_validation_epoch_end", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("broken")
+    assert len(set(modules)) == 2
     for module in modules:
         assert module._recorded is None and all(p.grad is None for p in module.parameters())
 
