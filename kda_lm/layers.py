@@ -4,6 +4,7 @@ All take and return [B, T, ...]; norms and rotations compute in float32. They ke
 autocast what a norm returns is of autocast's: it goes into products.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -35,18 +36,18 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps, backend, autocast_dtype(x))
 
-    def add(self, x: Tensor, y: Tensor | None, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + y and the norm of that, in one pass: a residual stream and what a layer adds to it, None: nothing."""
         if y is None:
-            return x, self(x, backend)
-        return kernels.add_rms_norm(x, y, self.weight, self.eps, backend, autocast_dtype(x))
+            return x, self(x)
+        return kernels.add_rms_norm(x, y, self.weight, self.eps, dtype=autocast_dtype(x))
 
 
 class JointLinear(nn.Module):
     """Linear layers of one input, in groups: x [..., dim] → a tensor [..., n] for each group, the outputs of its layers
-    side by side. A group is one product, with weights that are laid below each other, so its output and the gradient
-    of that are whole. The layers keep their parameters, and this module adds no names; but it reads their weights
-    alone: hooks on them do not run, and a layer that is put in another's place is not seen.
+    side by side; a group without layers is none. A group is one product, with weights that are laid below each other,
+    so its output and the gradient of that are whole. The layers keep their parameters, and this module adds no names;
+    but it reads their weights alone: hooks on them do not run, and a layer that is put in another's place is not seen.
 
     `fix` keeps the joint weight, for a model that is not trained any more: then all groups are one product, and what
     is returned are parts of its rows.
@@ -54,11 +55,12 @@ class JointLinear(nn.Module):
 
     def __init__(self, *groups: Sequence[nn.Linear]) -> None:
         super().__init__()
-        self.groups = groups  # no modules: their parameters are registered where they belong
+        # Not as modules: their parameters are registered where they belong.
+        self.groups = tuple(group for group in groups if group)
         if any(layer.bias is not None for layer in self.layers):
             raise ValueError("JointLinear: got a layer with a bias, accepted: none")
-        self.sizes = [sum(layer.out_features for layer in group) for group in groups]
-        self.paddings = [-size % ALIGNED for size in self.sizes]
+        self.sizes = [sum(layer.out_features for layer in group) for group in self.groups]
+        self.rows = [math.ceil(size / ALIGNED) * ALIGNED for size in self.sizes]  # of a group's weight
         self.fixed: Tensor | None
         self.register_buffer("fixed", None, persistent=False)
 
@@ -71,16 +73,15 @@ class JointLinear(nn.Module):
         if self.fixed is None:
             products = [F.linear(x, weight) for weight in self._weights()]
         else:
-            rows = [sum(pair) for pair in zip(self.sizes, self.paddings, strict=True)]
-            products = F.linear(x, self.fixed).split(rows, dim=-1)
+            products = F.linear(x, self.fixed).split(self.rows, dim=-1)
         return [y if y.shape[-1] == size else y[..., :size] for y, size in zip(products, self.sizes, strict=True)]
 
     def _weights(self) -> list[Tensor]:
         """Of each group, padded."""
         found = []
-        for group, padding in zip(self.groups, self.paddings, strict=True):
+        for group, size, rows in zip(self.groups, self.sizes, self.rows, strict=True):
             weights = [layer.weight for layer in group]
-            found.append(torch.cat([*weights, weights[0].new_zeros(padding, weights[0].shape[1])]))
+            found.append(torch.cat([*weights, weights[0].new_zeros(rows - size, weights[0].shape[1])]))
         return found
 
     def fix(self, dtype: torch.dtype | None = None) -> None:

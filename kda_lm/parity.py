@@ -94,11 +94,11 @@ class Parity:
 
     def share(self, found: Difference) -> float:
         """Of what it may be off, the worst position or all of them."""
-        bound = self.bound if found.bound is None else found.bound
-        # The least number for a bound of none: any difference is beyond it.
-        shares = [found.error / max(bound, sys.float_info.min)]
+        limits = [(found.error, self.bound if found.bound is None else found.bound)]
         if self.distance is not None and found.bound is None:
-            shares.append(found.rms / (2 * self.distance))
+            limits.append((found.rms, 2 * self.distance))
+        # The least number for a bound of 0: any difference is beyond it.
+        shares = [value / max(bound, sys.float_info.min) for value, bound in limits]
         return max(shares, key=lambda share: math.inf if math.isnan(share) else share)
 
 

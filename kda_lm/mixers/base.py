@@ -1,5 +1,6 @@
 """What all mixers share: projections to q, k, v with an optional short convolution, and the account of their cost."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ class Projected(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    gates: Tensor | None  # what the gates' first layers make of x, side by side
+    gates: tuple[Tensor, ...]  # what each gate's first layer makes of x
     conv_state: Tensor | None  # the convolution's last inputs, [B, width − 1, channels of q, k and v together]
 
 
@@ -23,7 +24,8 @@ class Mixer(nn.Module):
     """q, k, v = act(conv(W x)); subclasses mix tokens with them.
 
     `sizes` are the channels of q, k and v over all heads, `conv_width` the convolution's taps (0: none), `activation`
-    is "silu" or "none". A subclass sets `in_proj`: q_proj, k_proj and v_proj, and the first layers of its gates.
+    is "silu" or "none". A subclass sets `in_proj`: q_proj, k_proj and v_proj, and the first layers of its gates, of
+    `gate_sizes` channels.
 
     `forward` is functional: any number of tokens chunkwise, from a state to a new one. `decode` goes on in place, in a
     cache of fixed size that `new_cache` makes and `fill_cache` fills with what a prompt left.
@@ -31,6 +33,7 @@ class Mixer(nn.Module):
 
     config: Any  # the subclass's dataclass of options; has `backend`
     in_proj: JointLinear
+    gate_sizes: Sequence[int] = ()
     grows: bool  # whether what is carried grows with the number of tokens
 
     def __init__(self, dim: int, sizes: tuple[int, int, int], conv_width: int, activation: str) -> None:
@@ -46,12 +49,14 @@ class Mixer(nn.Module):
         """x [B, T, dim] → q, k, v and gates; `conv_state` continues an earlier call's, and is written over with
         `inplace_state`.
         """
-        qkv, *gates = self.in_proj(x)
+        qkv, *rest = self.in_proj(x)
+        gates = rest[0].split(list(self.gate_sizes), dim=-1) if rest else ()
         if self.conv is not None:
             (q, k, v), conv_state = self.conv(qkv, conv_state, cu_seqlens, self.config.backend, inplace_state)
         else:
-            q, k, v = (F.silu(qkv) if self.activation == "silu" else qkv).split(list(self.sizes), dim=-1)
-        return Projected(q, k, v, gates[0] if gates else None, conv_state)
+            qkv = F.silu(qkv) if self.activation == "silu" else qkv
+            q, k, v = qkv.split(list(self.sizes), dim=-1)
+        return Projected(q, k, v, gates, conv_state)
 
     def new_cache(self, state: Any, batch: int, capacity: int) -> Any:
         """Room for decoding `batch` sequences of up to `capacity` tokens, of the dtypes of `state`, a prompt's."""

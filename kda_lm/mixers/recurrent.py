@@ -108,7 +108,7 @@ class RecurrentMixer(Mixer):
         self.out_proj = nn.Linear(sizes[2], dim, bias=False)
         gates = [gate.first for gate in (self.decay, self.output_gate, self.write) if gate is not None]
         self.gate_sizes = [layer.out_features for layer in gates]
-        self.in_proj = JointLinear((self.q_proj, self.k_proj, self.v_proj), *([gates] if gates else []))
+        self.in_proj = JointLinear((self.q_proj, self.k_proj, self.v_proj), gates)
 
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, cu_seqlens: Tensor | None = None
@@ -137,8 +137,7 @@ class RecurrentMixer(Mixer):
         self, form: Callable[..., Any], projected: Projected, memory: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """y [B, T, dim] and the memory after the last token; `form` is `chunk` or `fused_recurrent` of kernels."""
-        config, raw = self.config, projected.gates
-        gates = iter(() if raw is None else raw.split(self.gate_sizes, dim=-1))
+        config, gates = self.config, iter(projected.gates)
         q, k = (_feature_map(config.feature_map, z) for z in (projected.q, projected.k))
         g = None if self.decay is None else self.decay(next(gates))
         opening = None if self.output_gate is None else self.output_gate(next(gates))

@@ -327,17 +327,8 @@ def _(
 
 
 @norm_backward.register_fake
-def _(
-    d_y: Tensor,
-    d_total: Any,
-    x: Tensor,
-    gate: Any,
-    weight: Any,
-    inverse: Tensor,
-    silu: bool,
-    x_dtype: torch.dtype,
-    added_dtype: Any,
-) -> list[Tensor]:
+def _(d_y: Tensor, d_total: Any, x: Tensor, gate: Any, weight: Any, *rest: Any) -> list[Tensor]:
+    _, _, x_dtype, added_dtype = rest
     d_weight = None if weight is None else weight.new_empty(weight.shape)
     return [x.new_empty(0) if z is None else z for z in (*_gradients(x, gate, x_dtype, added_dtype), d_weight)]
 
