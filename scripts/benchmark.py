@@ -72,7 +72,6 @@ def main() -> int:
     add_decode(commands.add_parser("decode", help="what a token takes of a model of every pattern, beside the floor"))
     add_cold(commands.add_parser("cold"))  # what `kernels` starts as fresh processes
     add_compile_peer(commands.add_parser("compile-peer"))
-    commands.add_parser("train-row").add_argument("trial")  # what `train` does
     arguments = parser.parse_args()
     run = {
         "kernels": benchmark_kernels,
@@ -80,7 +79,6 @@ def main() -> int:
         "decode": benchmark_decode,
         "cold": cold,
         "compile-peer": compile_peer,
-        "train-row": train_row,
     }[arguments.command]
     try:
         return run(arguments)
@@ -146,7 +144,7 @@ def benchmark_train(arguments: argparse.Namespace) -> int:
         why = "but fla is not installed" if gpu else "on a CPU"
         raise UsageError(f"--peer: got 'fla' {why}; accepted: auto, none")
     peer = "fla" if gpu and installed and peer != "none" else None
-    run = train.TrainRun(train.Options(**given, device=device, peer=peer, script=__file__))
+    run = train.TrainRun(train.Options(**given, device=device, peer=peer))
     status = run.start()
     run.print_tables(markdown)
     return status
@@ -160,18 +158,6 @@ def benchmark_decode(arguments: argparse.Namespace) -> int:
     status = run.start()
     run.print_tables(markdown)
     return status
-
-
-def train_row(arguments: argparse.Namespace) -> int:
-    """Print what a row measured, or why it could not, as a line of JSON."""
-    from scripts.benchmarking.train_row import measure_row  # here: Lightning takes seconds to import
-
-    try:
-        result = measure_row(train.Trial(**json.loads(arguments.trial)))
-    except Exception as error:  # memory, a compiler, a peer: the other rows go on
-        result = {"failed": measure.one_line(error)}
-    print(json.dumps(result))
-    return 0
 
 
 def add_kernels(command: argparse.ArgumentParser) -> None:

@@ -1,12 +1,12 @@
 """`scripts/benchmark.py train` at toy size on a CPU: rows, real data, failures, the peer's models with a stand-in."""
 
-import argparse
-import contextlib
-import io
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from support import ROOT
 from kda_lm.training.optim import OptimConfig, parameter_groups
 from scripts import benchmark
 from scripts.benchmarking import peer_lm, train, train_row
+from scripts.benchmarking.measure import one_line
 from scripts.benchmarking.models import PATTERNS, Size, build_lm
 from scripts.benchmarking.train import Options, Trial, configure, mfu
 
@@ -44,7 +45,6 @@ OPTIONS = Options(
     seed=0,
     timeout=100,
     overrides=[],
-    script=benchmark.__file__,
     json=None,
 )
 
@@ -108,12 +108,11 @@ def trial_of(options: Options, pattern: str, contender: str = "ours", data: str 
 
 
 def in_this_process(trial: Trial, options: Options) -> dict[str, Any]:
-    """What a new process would print, without starting one."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        benchmark.train_row(argparse.Namespace(trial=json.dumps(asdict(trial))))
-    result: dict[str, Any] = json.loads(printed.getvalue().splitlines()[-1])
-    return result
+    """What a new process would find, without starting one."""
+    try:
+        return train_row.measure_row(trial)
+    except Exception as error:
+        return {"failed": one_line(error)}
 
 
 def test_a_row_in_a_process_of_its_own(
@@ -268,16 +267,37 @@ def test_bad_input_is_one_line(
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_a_process_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    options = replace(OPTIONS, script=str(script), timeout=1)
-    trial = trial_of(options, "kda")
-    script.write_text("import sys\nprint('a warning', file=sys.stderr)\nsys.exit('out of paper')\n")
-    assert train.run_fresh(trial, options) == {"failed": "exit status 1: out of paper"}
-    script.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    assert train.run_fresh(trial, options) == {"failed": "exit status -9"}
-    script.write_text("import time\ntime.sleep(60)\n")
-    assert train.run_fresh(trial, options) == {"failed": "no result within 1 s (--timeout)"}
+def _out_of_paper(trial: Trial) -> dict[str, Any]:
+    print("a warning", file=sys.stderr)
+    sys.exit("out of paper")
+
+
+def _killed(trial: Trial) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def _hanging(trial: Trial) -> dict[str, Any]:
+    time.sleep(60)
+    return {}
+
+
+def _out_of_memory(trial: Trial) -> dict[str, Any]:
+    raise RuntimeError("out of memory\nand more")
+
+
+@pytest.mark.parametrize(
+    ("measure", "timeout", "why"),
+    [
+        (_out_of_paper, 100, "exit status 1: out of paper"),
+        (_killed, 100, "exit status -9"),
+        (_hanging, 2, "no result within 2 s (--timeout)"),
+        (_out_of_memory, 100, "RuntimeError: out of memory"),
+    ],
+)
+def test_a_process_that_dies_or_hangs(measure: train.Measure, timeout: int, why: str) -> None:
+    options = replace(OPTIONS, timeout=timeout)
+    assert train.run_fresh(trial_of(options, "kda"), options, measure) == {"failed": why}
 
 
 def test_help_explains_the_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

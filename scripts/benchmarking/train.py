@@ -5,10 +5,10 @@
     python scripts/benchmark.py train --data random,real --cold --markdown
     python scripts/benchmark.py train --patterns kda optim=adamw mixers.kda.rule=additive     options of train.py
 
-A row is a fresh process that trains as train.py does: its configuration, TrainingModule and Lightning's Trainer, data
-loaded and moved step by step, gradients clipped, the default optimizer; on a GPU bf16 autocast over float32 weights,
-and steps from a CUDA graph (trainer.cuda_graph=false does without). Left out: logging, validation, samples and
-checkpoints. One that fails says why; the others go on. The exit status is 1 if one of ours fails; a peer may.
+A row is a process of its own that trains as train.py does: its configuration, TrainingModule and Lightning's Trainer,
+data loaded and moved step by step, gradients clipped, the default optimizer; on a GPU bf16 autocast over float32
+weights, and steps from a CUDA graph (trainer.cuda_graph=false does without). Left out: logging, validation, samples
+and checkpoints. One that fails says why; the others go on. The exit status is 1 if one of ours fails; a peer may.
 
 tokens/s    tokens of a step / step ms
 ratio       step ms of the peer / ours: how many times as fast ours is
@@ -33,13 +33,13 @@ and optimizer; peer_lm.py says what differs. They run without torch.compile, whi
 """
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,13 @@ import torch
 from kda_lm.config import read_config
 from kda_lm.device import resolve_precision
 from kda_lm.training.config import TrainerConfig
+from scripts.benchmarking.measure import one_line
 from scripts.benchmarking.models import Size, build_lm, compose_model
 from scripts.benchmarking.report import Row, failures, number, percent, plain_console, say, show, training_sheet, whole
 from scripts.benchmarking.run import Result, UsageError, describe, machine, version, write_json
 
 DATA = ("random", "real")
+RESULT, PRINTED = "result.json", "printed.txt"  # in a row's folder
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,12 @@ class Options:
     seed: int
     timeout: int  # seconds a row
     overrides: list[str]  # words of train.py's command line
-    script: str
     json: Path | None
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one process measures; plain values, for it gets them as JSON."""
+    """What one process measures."""
 
     contender: str  # ours | fla
     options: dict[str, Any]  # a composed configuration of train.py, the model's vocabulary with it
@@ -96,6 +97,9 @@ class Trial:
     peer_compile: bool
     peer_loss: str
     peer_ms: int | None
+
+
+Measure = Callable[[Trial], Result]
 
 
 def configure(options: Options, size: Size, pattern: str, seq_len: int) -> dict[str, Any]:
@@ -126,22 +130,42 @@ def mfu(flops_per_token: int, tokens_per_second: float, peak: float) -> float:
     return 3 * flops_per_token * tokens_per_second / peak
 
 
-def run_fresh(trial: Trial, options: Options) -> Result:
-    """What `python script train-row TRIAL` measures in a new process, or why there is nothing."""
-    words = [sys.executable, options.script, "train-row", json.dumps(asdict(trial))]
-    with tempfile.TemporaryDirectory(prefix="cold-") if options.cold else nullcontext() as folder:
-        caches = {} if folder is None else {"TRITON_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        try:
-            done = subprocess.run(
-                words, env={**os.environ, **caches}, capture_output=True, text=True, timeout=options.timeout
-            )
-        except subprocess.TimeoutExpired:
+def run_fresh(trial: Trial, options: Options, measure: Measure | None = None) -> Result:
+    """What `measure`, train_row's by default, finds in a process of its own, or why there is nothing.
+
+    It is forked from one that has imported what a row needs and never touches a GPU: importing takes longer than a row.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "scripts.benchmarking.train_row"])
+    with tempfile.TemporaryDirectory(prefix="row-") as folder:
+        process = context.Process(target=_row, args=(trial, Path(folder), options.cold, measure))
+        process.start()
+        process.join(options.timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
             return {"failed": f"no result within {options.timeout} s (--timeout)"}
-    if done.returncode:
-        complaint = done.stderr.strip().splitlines()
-        return {"failed": f"exit status {done.returncode}" + (f": {complaint[-1][:200]}" if complaint else "")}
-    result: Result = json.loads(done.stdout.strip().splitlines()[-1])
+        if process.exitcode:
+            complaint = Path(folder, PRINTED).read_text(errors="replace").strip().splitlines()
+            return {"failed": f"exit status {process.exitcode}" + (f": {complaint[-1][:200]}" if complaint else "")}
+        result: Result = json.loads(Path(folder, RESULT).read_text())
     return result
+
+
+def _row(trial: Trial, folder: Path, cold: bool, measure: Measure | None) -> None:
+    """Leave what a row measured in `folder`, or why it could not, and what libraries print beside it."""
+    with (folder / PRINTED).open("w") as printed:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(printed.fileno(), stream.fileno())
+    if cold:
+        os.environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+    from scripts.benchmarking.train_row import measure_row  # here: Lightning takes seconds to import
+
+    try:
+        result = (measure or measure_row)(trial)
+    except Exception as error:  # memory, a compiler, a peer: the other rows go on
+        result = {"failed": one_line(error)}
+    (folder / RESULT).write_text(json.dumps(result))
 
 
 class TrainRun:
