@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 from data import Tokenizer
 from kda_lm.generation import generate
@@ -30,7 +31,8 @@ class Monitor(Callback):
     validation.
 
     The loss is the mean over the steps since the log before, the gradient norm and the rate are the last step's.
-    Tokens/s count those steps, the waiting for their data and the saving, not validation and samples. MFU = 3 · forward
+    Tokens/s count those steps, the waiting for their data and the saving, not validation and samples; only where one of
+    these ends does the host wait for the device. MFU = 3 · forward
     FLOPs a token (see LM.flops_per_token) · tokens/s / peak, the peak being `peak_flops`.
     """
 
@@ -38,8 +40,9 @@ class Monitor(Callback):
         self.log_every = log_every
         self.tokens_per_step = tokens_per_step
         self.seq_len = seq_len
-        self.tokens_per_second: float | None = None  # as last logged
-        self._losses: list[float] = []  # of the steps since the last log
+        self.loss: float | None = None  # as last logged
+        self.tokens_per_second: float | None = None
+        self._losses: list[Tensor | float] = []  # of the steps since the last log
         self._window, self._total = _Clock(), _Clock()
         self._since = 0.0
         self._peak = 0.0
@@ -59,24 +62,39 @@ class Monitor(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, *args: Any
     ) -> None:
-        now = time.perf_counter()
-        for clock in (self._window, self._total):
-            clock.add(now - self._since)
-        self._since = now
         self._losses.append(outputs["train/loss"])
         step = trainer.global_step
-        if step % self.log_every and step != trainer.max_steps:
+        due = step % self.log_every == 0 or step == trainer.max_steps
+        if due:
+            self.loss = sum(float(loss) for loss in self._losses) / len(self._losses)  # waits for the device
+        self._count(steps=1)
+        if not due:
             return
         self.tokens_per_second = self._window.speed(self.tokens_per_step)
         metrics = {
             **outputs,
-            "train/loss": sum(self._losses) / len(self._losses),
+            "train/grad_norm": float(outputs["train/grad_norm"]),
+            "train/loss": self.loss,
             "train/tokens": step * self.tokens_per_step,
             "train/tokens_per_second": self.tokens_per_second,
             "train/mfu": self.tokens_per_second * self._flops_per_token / self._peak,
         }
         self._losses, self._window = [], _Clock()
         log_metrics(trainer, metrics)
+
+    def _count(self, steps: int) -> None:
+        """The time since the last call, with the steps that ended in it."""
+        now = time.perf_counter()
+        for clock in (self._window, self._total):
+            clock.steps += steps
+            clock.seconds += now - self._since
+        self._since = now
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        assert isinstance(pl_module, TrainingModule)
+        if trainer.state.fn == "fit":
+            pl_module.settle()
+            self._count(steps=0)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         assert isinstance(pl_module, TrainingModule) and pl_module.val_score is not None
@@ -85,7 +103,7 @@ class Monitor(Callback):
         self._since = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": self._losses}
+        return {"losses": [float(loss) for loss in self._losses]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._losses = list(state_dict["losses"])
@@ -97,10 +115,6 @@ class _Clock:
 
     steps: int = 0
     seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.steps += 1
-        self.seconds += seconds
 
     def speed(self, tokens_per_step: int) -> float:
         return self.steps * tokens_per_step / self.seconds
@@ -137,16 +151,18 @@ class ProgressLine(Callback):
             return
         assert isinstance(pl_module, TrainingModule)
         step, speed, score = trainer.global_step, self.monitor.tokens_per_second, pl_module.val_score
-        status = f"loss {outputs['train/loss']:.3f}"
+        parts = []
+        if self.monitor.loss is not None:
+            parts.append(f"loss {self.monitor.loss:.3f}")
         if score is not None:
-            status += f" · val {score.loss:.3f}"
+            parts.append(f"val {score.loss:.3f}")
         if speed is not None:
-            status += f" · {speed:,.0f} tokens/s"
+            parts.append(f"{speed:,.0f} tokens/s")
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, status=status)
+            self._bar.update(self._bar.task_ids[0], completed=step, status=" · ".join(parts))
         elif time.monotonic() - self._last_line >= self.seconds or step == trainer.max_steps:
             self._last_line = time.monotonic()
-            print(f"step {step}/{trainer.max_steps} · {status}", flush=True)
+            print(" · ".join([f"step {step}/{trainer.max_steps}", *parts]), flush=True)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._stop()

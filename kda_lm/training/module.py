@@ -30,6 +30,7 @@ from kda_lm.training.graph import Recorded
 from kda_lm.training.optim import OptimConfig, apply_options, build_optimizer, lr_factor, set_learning_rate
 
 MicroBatch = dict[str, Tensor]
+AHEAD = {"cpu": 1, "cuda": 8}  # steps that the host may start before it looks at what the device made of them
 
 
 class TrainingModule(lightning.LightningModule):
@@ -57,15 +58,15 @@ class TrainingModule(lightning.LightningModule):
         self._saved_rng: dict[str, Any] | None = None
         self._recorded: Recorded | None = None
         self._activations = 0  # bytes that the last forward left for its backward
+        self._unseen: list[Tensor] = []  # loss and gradient norm of the latest steps
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self.model, self.optim)
 
     def training_step(self, batch: list[MicroBatch], batch_idx: int) -> dict[str, Any]:
-        """One optimizer step.
+        """One optimizer step; its loss and gradient norm are tensors, for reading them waits for the device.
 
-        Raises UserError naming the step when the loss or the gradient is not finite. The weights have been updated with
-        it then; no checkpoint has them.
+        Raises UserError: see `settle`.
         """
         optimizer: Any = self.optimizers()
         targets = torch.stack([(micro["targets"] != -100).sum() for micro in batch]).sum()
@@ -83,19 +84,30 @@ class TrainingModule(lightning.LightningModule):
         set_learning_rate(optimizer, rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=not self.cuda_graph)
-        # Only now, for this waits for the device: the host has started the update while the backward was running.
-        loss_value, norm_value = torch.stack([loss, norm]).tolist()
-        for what, value in (("loss", loss_value), ("gradient norm", norm_value)):
-            if not np.isfinite(value):
-                raise UserError(
-                    f"step {step}: the {what} is {value}; stopped, the checkpoints are of earlier steps (a lower "
-                    "optim.lr or a longer optim.warmup_steps may help)"
-                )
-        metrics = {"train/loss": loss_value, "train/grad_norm": norm_value, "train/lr": self.optim.lr * rate}
+        self._unseen.append(torch.stack([loss, norm]))
+        if len(self._unseen) >= AHEAD[self.device.type]:
+            self.settle()
+        metrics = {"train/loss": loss, "train/grad_norm": norm, "train/lr": self.optim.lr * rate}
         if self.device.type == "cuda":
             metrics["train/activation_mib"] = self._activations / 2**20
             metrics["train/peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
         return metrics
+
+    def settle(self) -> None:
+        """Wait for the device to do all that was started.
+
+        Raises UserError naming the first step of those since the last call whose loss or gradient norm is not finite.
+        The weights have been updated with it then; no checkpoint has them.
+        """
+        unseen = torch.stack(self._unseen).tolist() if self._unseen else []
+        self._unseen = []
+        for step, figures in enumerate(unseen, start=self.trainer.global_step - len(unseen) + 1):
+            for what, value in zip(("loss", "gradient norm"), figures, strict=True):
+                if not np.isfinite(value):
+                    raise UserError(
+                        f"step {step}: the {what} is {value}; stopped, the checkpoints are of earlier steps (a lower "
+                        "optim.lr or a longer optim.warmup_steps may help)"
+                    )
 
     def _add_gradients(self, factor: Tensor, **micro: Tensor) -> Tensor:
         """Add the gradient of factor · loss to the parameters', and return the loss, summed over targets."""
@@ -126,6 +138,7 @@ class TrainingModule(lightning.LightningModule):
         self.val_score = self._tally.score(self.val_bytes)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.settle()
         checkpoint["kda_lm"] = {**self.model.hyperparameters(), **self.metadata}
         checkpoint["rng"] = {
             "torch": torch.get_rng_state(),
@@ -153,6 +166,7 @@ class TrainingModule(lightning.LightningModule):
             self._saved_rng = None
 
     def on_train_end(self) -> None:
+        self.settle()
         self.release()
 
     def release(self) -> None:

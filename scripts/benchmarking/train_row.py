@@ -7,6 +7,7 @@ from typing import Any, cast
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data import Batch, DataConfig, DataModule
@@ -50,7 +51,7 @@ class Clock(Callback):
     def __init__(self, warmup: int, device: torch.device, recorded: bool) -> None:
         self.warmup, self.gpu, self.recorded = warmup, measure.on_gpu(device), recorded
         self.first_step_s = 0.0
-        self.losses: list[float] = []
+        self.losses: list[Tensor] = []
         self.activation_mib: float | None = None
         self._marks: list[Any] = []  # CUDA events; on a CPU ms
         self._began = time.perf_counter()
@@ -169,7 +170,7 @@ def measure_row(trial: Trial) -> Result:
         "tokens_per_second": 1e3 * config.batch_size * trial.options["data"]["seq_len"] / step_ms,
         "first_step_s": clock.first_step_s,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "loss": [clock.losses[0], clock.losses[-1]],  # nats a token
+        "loss": [float(clock.losses[0]), float(clock.losses[-1])],  # nats a token
         "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
     }
     if measure.on_gpu(device):

@@ -31,7 +31,7 @@ from kda_lm.training import loggers
 from kda_lm.training.callbacks import Monitor, ProgressLine, peak_flops
 from kda_lm.training.checkpoint import AtomicCheckpointIO
 from kda_lm.training.config import TrainerConfig
-from kda_lm.training.module import TrainingModule
+from kda_lm.training.module import AHEAD, TrainingModule
 from kda_lm.training.optim import OptimConfig, group_options, lr_factor
 
 Run = Callable[..., tuple[dict[str, Any], Path]]
@@ -79,7 +79,7 @@ def step_gradient(batch: list[dict[str, Tensor]], grad_clip: float = 0.0) -> tup
 
     class Keep(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
-            reported.update(outputs)
+            reported.update({name: float(value) for name, value in outputs.items()})
 
     trainer = lightning.Trainer(
         accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -163,6 +163,21 @@ def test_what_is_not_finite_stops_the_run(
     assert sorted(rows(Path("bad"))) == [1, 2, 3, 4, 5]
     assert not list(Path("bad").rglob("*.tmp"))
     assert resume("bad")["steps"] == 8
+
+
+def test_a_host_that_is_ahead_saves_nothing_unseen(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the loss of step 5 is seen where step 6 would be saved, and step 5 is what is named."""
+    loss, steps = LM.loss, itertools.count(1)
+
+    def bad_loss(self: LM, *args: Any, **batch: Any) -> tuple[Tensor, Tensor]:
+        nll, count = loss(self, *args, **batch)
+        return (nll * math.nan if self.training and next(steps) == 5 else nll), count
+
+    monkeypatch.setattr(LM, "loss", bad_loss)
+    monkeypatch.setitem(AHEAD, "cpu", 8)
+    with pytest.raises(UserError, match=r"^step 5: the loss is nan"):
+        run("ahead", "trainer.save_every=3", "trainer.val_every=100")
+    assert read_checkpoint(Path("ahead/checkpoints/last.ckpt"))["global_step"] == 3
 
 
 def test_around_a_cuda_graph(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,14 +536,16 @@ def test_progress_in_a_log_is_a_line_now_and_then(
 ) -> None:
     """1,000 steps of a tenth of a second: a line in ten seconds, and the last step's (D16)."""
     module = TrainingModule(tiny_lm(small_options("kda")), OptimConfig(), 1000, {})
-    line = ProgressLine(Monitor(10, 64, 16))
+    monitor = Monitor(10, 64, 16)
+    monitor.loss = 1.5
+    line = ProgressLine(monitor)
     clock = itertools.count(1000.0, 0.1)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     trainer: Any = SimpleNamespace(is_global_zero=True, global_step=0, max_steps=1000)
     line.on_train_start(trainer, module)
     for step in range(1, 1001):
         trainer.global_step = step
-        line.on_train_batch_end(trainer, module, {"train/loss": 1.5}, None, step)
+        line.on_train_batch_end(trainer, module, {}, None, step)
     line.on_train_end(trainer, module)
     printed = capsys.readouterr().out.splitlines()
     assert 10 <= len(printed) <= 13
@@ -541,7 +558,7 @@ def test_progress_of_other_ranks_is_silent(capsys: pytest.CaptureFixture[str]) -
     line = ProgressLine(Monitor(10, 64, 16))
     trainer: Any = SimpleNamespace(is_global_zero=False, global_step=1, max_steps=1)
     line.on_train_start(trainer, module)
-    line.on_train_batch_end(trainer, module, {"train/loss": 1.5}, None, 0)
+    line.on_train_batch_end(trainer, module, {}, None, 0)
     assert capsys.readouterr().out == ""
 
 
