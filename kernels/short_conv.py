@@ -89,11 +89,11 @@ def short_convolution(
     silu, keep = activation == "silu", output_final_state or inplace_state
     if chosen == "triton":
         boundaries = None if cu_seqlens is None else cu_seqlens.to(x.device)
-        y, state = TRITON(x, weight, bias, initial_state, boundaries, parts, silu, keep)
+        y, state = TRITON(x, weight, bias, initial_state, boundaries, parts, silu, keep, inplace_state)
     else:
         whole, state = _torch(x, weight.to(dtype), bias, initial_state, bounds, silu, keep)
         y = (whole,) if sizes is None else tuple(part.contiguous() for part in whole.split(parts, dim=-1))
-    if inplace_state and initial_state is not None and state is not None:
+    if inplace_state and initial_state is not None and state is not None and state is not initial_state:
         state = initial_state.copy_(state)
     return y[0] if sizes is None else y, state if output_final_state else None
 

@@ -236,6 +236,7 @@ def short_conv_kernel(
 
     if final_state is not None:
         if (end == length) & ((begin < end) | (begin == 0)):  # the sequence's last segment
+            # Where it is the initial state, too: a row is read before it is written, by the same thread.
             into = final_state + start + sequence * ((W - 1) * D)
             for i in tl.static_range(W - 1):
                 value = _input(x_rows, row_stride, length - (W - 1) + i, states, columns, live, D, W)
@@ -388,15 +389,22 @@ def short_conv(
     sizes: Sequence[int],
     silu: bool,
     output_final_state: bool,
+    inplace_state: bool,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """As `kernels.short_convolution`, y always in parts; cu_seqlens on x's device."""
+    """As `kernels.short_convolution`, y always in parts; cu_seqlens on x's device. With `inplace_state` the last state
+    is where the initial one was, if one program has all tokens of a sequence.
+    """
     tensors = (x, weight, bias, initial_state, cu_seqlens)
     if torch.compiler.is_compiling() or traced(x):
         results = short_conv_forward(*tensors, sizes, silu, output_final_state)
     elif torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in tensors):
         results = _ShortConv.apply(*tensors, sizes, silu, output_final_state)
     else:
-        results = _forward(*tensors, sizes, silu, output_final_state)
+        alone = cu_seqlens is None and x.shape[1] <= FORWARD_ROWS
+        results = _results(x, weight, cu_seqlens, sizes, output_final_state)
+        if inplace_state and alone and initial_state is not None and initial_state.is_contiguous():
+            results[-1] = initial_state
+        _convolve(*tensors, results[: len(sizes)], results[len(sizes)] if output_final_state else None, silu)
     return tuple(results[: len(sizes)]), results[len(sizes)] if output_final_state else None
 
 
@@ -448,19 +456,33 @@ def _forward(
     output_final_state: bool,
 ) -> list[Tensor]:
     """The parts of y, and the last state if wanted."""
+    results = _results(x, weight, cu_seqlens, sizes, output_final_state)
+    state = results[len(sizes)] if output_final_state else None
+    _convolve(x, weight, bias, initial_state, cu_seqlens, results[: len(sizes)], state, silu)
+    return results
+
+
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    parts: Sequence[Tensor],
+    state: Tensor | None,
+    silu: bool,
+) -> None:
+    """Write the parts of y, and the last state where there is memory for it."""
     x, weight = _channels_together(x), weight.contiguous()
     bias, initial_state, cu_seqlens = (z if z is None else z.contiguous() for z in (bias, initial_state, cu_seqlens))
-    results = _results(x, weight, cu_seqlens, sizes, output_final_state)
-    T = x.shape[1]
+    sizes, T = [part.shape[2] for part in parts], x.shape[1]
     segments, NT, N = _segments(x, cu_seqlens, FORWARD_ROWS)
     constants = _constants(sizes, weight, FORWARD_ROWS, UNROLL if T > 1 else 1, silu)
     tensors = (x, weight, bias, initial_state, cu_seqlens)
-    parts, state = _three(results[: len(sizes)], None), results[len(sizes)] if output_final_state else None
-    start = _start(tensors, x.device, output_final_state, *constants.values())
+    start = _start(tensors, x.device, state is None, *constants.values())
     with torch.cuda.device_of(x):  # where Triton launches
-        arguments = (*tensors, *parts, state, *x.stride()[:2], T, NT, N)
+        arguments = (*tensors, *_three(parts, None), state, *x.stride()[:2], T, NT, N)
         start(short_conv_kernel, (segments * _blocks(sizes),), arguments, constants)
-    return results
 
 
 def _results(

@@ -48,6 +48,16 @@ def conv_inputs(
     return {name: x.to(dtype) for name, x in inputs.items()}
 
 
+def assert_conv_in_place(inputs: Inputs, sizes: list[int]) -> None:
+    """The state that a call would return is written over the one that came; the inputs stay as they were."""
+    before = {name: x.clone() for name, x in inputs.items()}
+    y, last = short_convolution(**before, output_final_state=True, backend="triton")
+    parts, nothing = short_convolution(**inputs, inplace_state=True, backend="triton", sizes=sizes)
+    assert nothing is None and torch.equal(torch.cat(parts, dim=-1), y)
+    assert last is not None and torch.equal(inputs.pop("initial_state"), last)
+    assert all(torch.equal(x, before[name]) for name, x in inputs.items())
+
+
 def conv(inputs: Inputs, backend: str, compiler: str | None = None, **options: Any) -> Inputs:
     """y or its parts, the last state and every gradient."""
     leaves = leaves_of(inputs)

@@ -72,6 +72,14 @@ def test_conv_backward_of_some_results(used: list[int], compiler: str | None) ->
     checks.assert_conv_some_results(inputs, used, compiler, sizes=[128, 64, 64])
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize(("B", "T"), [(300, 1), (300, 2), (5, 64), (5, 200)])
+@pytest.mark.parametrize("W", [2, 4, 8])
+def test_conv_in_place(dtype: torch.dtype, B: int, T: int, W: int) -> None:
+    inputs = placed(checks.conv_inputs(B, T, 700, W, {"bias", "initial_state"}, dtype))
+    checks.assert_conv_in_place(inputs, [300, 300, 100])
+
+
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("W", [2, 4])
 @pytest.mark.usefixtures("nan_in_new_memory")

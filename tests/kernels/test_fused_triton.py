@@ -145,12 +145,11 @@ def test_conv_backward_of_some_results(sizes: list[int] | None, used: list[int],
     checks.assert_conv_some_results(inputs, used, compiler, sizes=sizes)
 
 
-def test_conv_in_place_in_parts() -> None:
-    inputs = checks.conv_inputs(2, 3, 6, 4, {"bias", "initial_state"}, FLOAT32)
-    y, last = short_convolution(**inputs, output_final_state=True, backend="triton")
-    parts, nothing = short_convolution(**inputs, inplace_state=True, backend="triton", sizes=[1, 2, 3])
-    assert nothing is None and torch.equal(torch.cat(parts, dim=-1), y)
-    assert last is not None and torch.equal(inputs["initial_state"], last)
+@pytest.mark.parametrize("T", [1, 2, 3, 8, 11])
+@pytest.mark.usefixtures("short_segments")
+def test_conv_in_place_in_parts(T: int) -> None:
+    """By one program or, of more than 8 tokens, several."""
+    checks.assert_conv_in_place(checks.conv_inputs(2, T, 6, 4, {"bias", "initial_state"}, FLOAT32), [1, 2, 3])
 
 
 def test_conv_mixed_dtypes() -> None:
