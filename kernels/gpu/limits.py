@@ -22,3 +22,9 @@ def capability(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """132 for an H100 or H200; 1 without a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -16,7 +16,6 @@ for dw, and torch adds up the programs' sums: the same bits in every run.
 # The reason: @triton.jit functions take constexprs, pointers and blocks, none of which has a type to annotate with.
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.gpu.common import load_rows, opening, store_rows
 from kernels.gpu.launch import Launcher, as_rows, launcher, numbers, traced, types
+from kernels.gpu.limits import multiprocessors
 
 TILE = 2048  # numbers of a program at a time, unless a row has more
 PER_WARP = 512  # of them: 16 a thread, of each tensor
@@ -164,12 +164,9 @@ def tile(N: int) -> dict[str, int]:
     return {"N": N, "BN": BN, "BR": BR, "num_warps": BN * BR // PER_WARP}
 
 
-@cache
 def _programs(device: torch.device, warps: int) -> int:
     """Of the backward: as many as run at a time."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count * RESIDENT_WARPS // warps
+    return multiprocessors(device) * RESIDENT_WARPS // warps if device.type == "cuda" else 2
 
 
 def _start(tensors: Sequence[Tensor | None], silu: bool, *key: Any) -> tuple[Launcher, dict[str, Any]]:

@@ -5,6 +5,7 @@ prints `SPILLS` anew.
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from test_triton_compiles import (
 )
 
 from kernels.gpu.attention.decode import launch
+from kernels.gpu.attention.hopper import described, readable
 from kernels.gpu.attention.operators import attention
 from kernels.gpu.attention.tiles import TABLE, AttentionTiles, default, forced
 from kernels.gpu.limits import padded
@@ -79,8 +81,9 @@ def all_kernels() -> dict[str, Kernel]:
         of = kernels_of(capability, DEFAULT_SHARED, default(dtype, padded(D)), dtype, 100, D)
         found |= {f"default-sm{capability}-{TYPES[dtype]}-{D}-{name}": x for name, x in of.items()}
     for (capability, dtype, D), tiles in TABLE.items():
-        of = kernels_of(capability, SHARED, tiles, dtype, 256, D)
-        found |= {f"table-sm{capability}-{TYPES[dtype]}-{D}-{name}": x for name, x in of.items()}
+        for variant in (tiles, replace(tiles, hopper=None)):
+            of = kernels_of(capability, SHARED, variant, dtype, 256, D)
+            found |= {f"table-sm{capability}-{TYPES[dtype]}-{D}-{name}": x for name, x in of.items()}
     tiles = TABLE[90, BFLOAT16, 128]
     bounds = torch.tensor([0, 100], dtype=torch.int32)
     for name, D, options in (
@@ -119,6 +122,46 @@ def test_compiles(name: str) -> None:
         pytest.skip(f"compiled; spills are recorded for triton {TRITON}, this is {triton.__version__}")
     assert spilled <= SPILLS.get(name, 0), f"{spilled} bytes spilled"
     assert not serial, "ptxas serialises the products"
+
+
+@pytest.mark.parametrize(
+    ("served", "changed"),
+    [
+        (True, {}),
+        (True, {"HQ": 64, "T": 77, "B": 3, "window": 77}),
+        (False, {"D": 96}),
+        (False, {"dtype": FLOAT16}),
+        (False, {"window": 76}),
+        (False, {"S": 101}),
+        (False, {"scale": -0.5}),
+        (False, {"cu_seqlens": torch.tensor([0, 77], dtype=torch.int32)}),
+    ],
+    ids=str,
+)
+def test_which_forward_runs(served: bool, changed: dict[str, Any]) -> None:
+    """Gluon's for whole sequences that see all earlier keys; nothing but the kind of call decides."""
+    given = {"T": 77, "S": None, "B": 1, "HQ": 16, "D": 128, "dtype": BFLOAT16} | changed
+    options = {name: given.pop(name, None) for name in ("cu_seqlens", "scale", "window")}
+    inputs = make(**given, HKV=16)
+    with forced(TABLE[90, BFLOAT16, 128]), recorded() as launches:
+        attention(*(inputs[name] for name in "qkv"), options["cu_seqlens"], options["scale"] or 0.5, options["window"])
+    assert [f.__name__ for f, _ in launches] == [f"attention_{'hopper_' * served}forward_kernel"]
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_what_the_tma_unit_cannot_read_is_copied(D: int) -> None:
+    qkv = torch.randn(2, 5, 3, 4, D).bfloat16()
+    whole = qkv.unbind(2)[1]
+    assert readable(whole) is whole and readable(whole.transpose(1, 2)).data_ptr() == whole.data_ptr()
+    for x in (
+        whole[..., :1].expand(whole.shape),
+        whole[:1].expand(whole.shape),
+        qkv.flatten()[1 : 1 + D].view(1, 1, 1, D),
+    ):
+        copy = readable(x)
+        assert copy is not x and torch.equal(copy, x) and copy.is_contiguous() and copy.data_ptr() % 16 == 0
+    descriptor = described(whole[:1, :, :1], 64)
+    assert descriptor.shape == [1, 5, 1, D] and all(step % 8 == 0 and step > 0 for step in descriptor.strides[:3])
 
 
 def test_every_record_is_of_a_kernel() -> None:

@@ -193,6 +193,43 @@ def test_float32_is_not_asked_of_torch() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 128, 129, 200, 256, 257, 500, 777])
+def test_any_length_in_bfloat16(T: int, D: int) -> None:
+    """Where a GPU has a forward of its own, as Hopper: lengths around its blocks; groups of 1, 2 and 4 queries a key;
+    one tile and more than there are multiprocessors."""
+    for B, HQ, HKV in ((1, 1, 1), (2, 8, 2), (9, 16, 8)):
+        inputs = make(T, B=B, HQ=HQ, HKV=HKV, D=D)
+        first = check(inputs)
+        cases.assert_same(results(inputs, scale=None), first)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_parts_of_one_product(D: int) -> None:
+    """q, k and v as a joint projection leaves them, or heads before tokens, or a batch of one row again and again: the
+    same bits as apart."""
+    B, T, H = 3, 130, 4
+    joint = torch.randn(B, T, 3, H, D, device=DEVICE).bfloat16()
+    q, k, v = joint.unbind(2)
+    o = softmax_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend="triton")
+    assert torch.equal(softmax_attention(q, k, v, backend="triton"), o)
+    early = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert torch.equal(softmax_attention(*early, backend="triton"), o)
+    again = [x[:1].expand(x.shape) for x in (q, k, v)]
+    assert torch.equal(softmax_attention(*again, backend="triton"), o[:1].expand(o.shape))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_what_follows_a_row_does_not_enter(D: int) -> None:
+    """Not even as 0 · NaN: the next row's first keys are in the same block as this one's last."""
+    inputs = make(129, B=3, D=D)
+    alone = softmax_attention(*(inputs[name][:1] for name in "qkv"), backend="triton")
+    for name in "qkv":
+        inputs[name][1] = torch.nan
+    o = softmax_attention(*(inputs[name] for name in "qkv"), backend="triton")
+    assert torch.equal(o[:1], alone) and o[1].isnan().all() and o[2].isfinite().all()
+
+
 def test_strides_do_not_matter() -> None:
     cases.assert_strides_do_not_matter(make(100, B=2, HKV=4))
 

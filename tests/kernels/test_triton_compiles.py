@@ -28,6 +28,8 @@ from recurrence_cases import CELLS, make_raw
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from kernels.gpu.limits import WIDEST
@@ -227,12 +229,15 @@ def source(kernel: Kernel) -> tuple[ASTSource, dict[str, Any]]:
         elif isinstance(x, torch.Tensor):
             signature[parameter.name] = f"*{TYPES[x.dtype]}"
             attributes[i,] = [["tt.divisibility", 16]]
+        elif isinstance(x, TensorDescriptor):
+            signature[parameter.name] = f"tensordesc<{TYPES[x.base.dtype]}{x.block_shape},{x.layout!r}>"
         else:
             signature[parameter.name] = "fp32" if isinstance(x, float) else "i32"
             if isinstance(x, int) and not parameter.do_not_specialize and x % 16 == 0:
                 attributes[i,] = [["tt.divisibility", 16]]
     options = {name: x for name, x in kernel.arguments.items() if name not in kernel.function.arg_names}
-    return ASTSource(kernel.function, signature, constants, attributes), options
+    kind = GluonASTSource if isinstance(kernel.function, GluonJITFunction) else ASTSource
+    return kind(kernel.function, signature, constants, attributes), options
 
 
 def compile_logged(kernel: Kernel) -> tuple[Any, str]:

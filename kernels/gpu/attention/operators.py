@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.gpu.attention import hopper
 from kernels.gpu.attention.backward import attention_d_kv_kernel, attention_d_q_kernel
 from kernels.gpu.attention.forward import attention_forward_kernel
 from kernels.gpu.attention.tiles import NEAR_BYTES, Blocks, attention_tiles, generation
@@ -108,6 +109,8 @@ class Plan:
         self.d_q_sizes, self.d_q_programs = sizes(tiles.d_q.queries, T, B * HQ, read * S, group)
         self.d_kv_sizes, self.d_kv_programs = sizes(tiles.d_kv.keys, S, B * HKV, read * T * group, 1)
         self.factor, self.scale = scale, scale * LOG2_E
+        whole = not packed and window is None and T == S and scale > 0 and padded(D) == D
+        self.hopper = tiles.hopper if whole else None
 
     @staticmethod
     def _options(blocks: Blocks) -> dict[str, Any]:
@@ -138,8 +141,11 @@ def _forward(
     o, lse = _results(q)
     launch = launcher(p, types(q, k, v, cu_seqlens), stride_types(strides))
     with torch.cuda.device_of(q):  # where Triton launches
-        arguments = (q, k, v, o, lse, cu_seqlens, *strides, abs(p.scale), *p.forward_sizes)
-        launch(attention_forward_kernel, (p.forward_programs,), arguments, p.forward)
+        if p.hopper is not None:
+            hopper.launch(launch, q, k, v, o, lse, p.scale, p.hopper)
+        else:
+            arguments = (q, k, v, o, lse, cu_seqlens, *strides, abs(p.scale), *p.forward_sizes)
+            launch(attention_forward_kernel, (p.forward_programs,), arguments, p.forward)
     return o, lse
 
 

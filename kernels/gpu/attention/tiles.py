@@ -29,12 +29,23 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class HopperBlocks:
+    """How the forward for Hopper is compiled."""
+
+    queries: int  # at a time, 64 for each of 2 or 4 groups of four warps
+    keys: int
+    stages: int  # blocks of keys and values in shared memory
+    registers: int  # of a thread
+
+
+@dataclass(frozen=True)
 class AttentionTiles:
-    """How the three kernels are compiled. Results change by their rounding alone."""
+    """How the kernels are compiled. Results change by their rounding alone."""
 
     forward: Blocks
     d_q: Blocks
     d_kv: Blocks
+    hopper: HopperBlocks | None = None  # instead of `forward`, where hopper.py can
 
 
 # What any GPU from sm_80 on can run, in 99 KB of shared memory: for 16 bits, for float32, by the padded head width.
@@ -51,10 +62,16 @@ DEFAULTS: dict[tuple[bool, int], AttentionTiles] = {
 Key = tuple[int, torch.dtype, int]
 TABLE: dict[Key, AttentionTiles] = {
     (90, torch.bfloat16, 64): AttentionTiles(
-        forward=Blocks(128, 64, 8, 3, registers=128), d_q=Blocks(64, 64, 4, 3), d_kv=Blocks(64, 64, 4, 3, 2)
+        forward=Blocks(128, 64, 8, 3, registers=128),
+        d_q=Blocks(64, 64, 4, 3),
+        d_kv=Blocks(64, 64, 4, 3, 2),
+        hopper=HopperBlocks(256, 64, 4, 112),
     ),
     (90, torch.bfloat16, 128): AttentionTiles(
-        forward=Blocks(64, 64, 4, 3), d_q=Blocks(128, 64, 8, 3), d_kv=Blocks(32, 64, 4, 4, 2)
+        forward=Blocks(64, 64, 4, 3),
+        d_q=Blocks(128, 64, 8, 3),
+        d_kv=Blocks(32, 64, 4, 4, 2),
+        hopper=HopperBlocks(128, 128, 2, 240),
     ),
     (90, torch.bfloat16, 256): AttentionTiles(
         forward=Blocks(128, 64, 8, 2), d_q=Blocks(64, 32, 8, 2), d_kv=Blocks(32, 32, 8, 1)
