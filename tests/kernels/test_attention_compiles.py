@@ -130,7 +130,6 @@ def test_compiles(name: str) -> None:
         (True, {}),
         (True, {"HQ": 64, "T": 77, "B": 3, "window": 77}),
         (False, {"D": 96}),
-        (False, {"dtype": FLOAT16}),
         (False, {"window": 76}),
         (False, {"S": 101}),
         (False, {"scale": -0.5}),
