@@ -11,6 +11,7 @@ the next block's Q Kᵀ and the last one's P V are under way together.
 Rows after a sequence's last are zero when copied in, and left out when copied out.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -271,6 +272,7 @@ def attention_hopper_forward_kernel(
         )
 
 
+@cache
 def layout(rows: int, D: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([1, rows, 1, D], gl.bfloat16)
 
