@@ -6,6 +6,7 @@
     token_file  documents as one memory-mapped stream of ids, cached by content
     packing     the stream as batches, a pure function of (seed, step, rank)
     module      DataConfig and the DataModule that a trainer takes
+    tasks       synthetic tasks, made on the fly, with their oracles
 
 Each imports only those above it, and nothing else of this project.
 """
