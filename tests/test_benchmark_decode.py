@@ -47,7 +47,7 @@ def test_bytes() -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
                 decoder = Decoder(model, 20)
             decoder.prefill([[1, 2]] * 3)
-            padding = sum(sum(m.in_proj.paddings) for m in decoder.model.layers()) * 32
+            padding = sum(sum(m.in_proj.rows) - sum(m.in_proj.sizes) for m in decoder.model.layers()) * 32
             assert weight_bytes(decoder.model) == (matrices + padding) * dtype.itemsize
             states, cached = carried_bytes(decoder, 10)
             assert states + cached == 3 * model.state_bytes(10, dtype), (kind, window, dtype)

@@ -126,9 +126,9 @@ def test_every_addition_is_one_with_the_norm_after_it(hidden: int, monkeypatch: 
     model, ids = tiny_lm(*KINDS.values(), mlp_hidden=hidden), tokens(2, 9)
     calls: list[str] = []
 
-    def count(name: str, op: Any, x: Tensor, *rest: Any) -> Any:
+    def count(name: str, op: Any, x: Tensor, *rest: Any, **options: Any) -> Any:
         calls.extend([name] if x.dim() == 3 else [])  # not those of heads
-        return op(x, *rest)
+        return op(x, *rest, **options)
 
     for name in ("rms_norm", "add_rms_norm"):
         monkeypatch.setattr(kernels, name, partial(count, name, getattr(kernels, name)))

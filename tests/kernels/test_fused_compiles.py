@@ -41,7 +41,7 @@ def conv(T: int, sizes: list[int], W: int, dtype: torch.dtype, packed: bool, eve
     bounds = torch.tensor([0, T]) if packed else None
 
     def function(x: Tensor, weight: Tensor, bias: Any = None, state: Any = None) -> Any:
-        parts, last = short_conv(x, weight, bias, state, bounds, sizes, True, True)
+        parts, last = short_conv(x, weight, bias, state, bounds, sizes, True, True, False)
         return *parts, last
 
     both(function, *leaves)
