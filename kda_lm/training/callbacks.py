@@ -31,9 +31,9 @@ class Monitor(Callback):
     validation.
 
     The loss is the mean over the steps since the log before, the gradient norm and the rate are the last step's.
-    Tokens/s count those steps, the waiting for their data and the saving, not validation and samples; only where one of
-    these ends does the host wait for the device. MFU = 3 · forward
-    FLOPs a token (see LM.flops_per_token) · tokens/s / peak, the peak being `peak_flops`.
+    Tokens/s count those steps, the waiting for their data and the saving, not validation and samples; only where one
+    of these ends does the host wait for the device. MFU = 3 · forward FLOPs a token (see LM.flops_per_token) · tokens/s
+    / peak, the peak being `peak_flops`.
     """
 
     def __init__(self, log_every: int, tokens_per_step: int, seq_len: int) -> None:

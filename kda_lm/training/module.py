@@ -154,6 +154,7 @@ class TrainingModule(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         self._recorded = Recorded(self._add_gradients) if self.cuda_graph else None
+        self._unseen = []  # an earlier training may have ended in an error
         apply_options(self.optimizers(), self.optim)  # type: ignore[arg-type]
         # As late as possible: building loaders draws random numbers, too.
         if self._saved_rng is not None:
