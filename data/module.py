@@ -46,17 +46,28 @@ class DataConfig:
     isolate_documents: bool = False  # add cu_seqlens, so that documents in a row don't see each other
     val_batch_size: int = 8  # windows of seq_len tokens
     max_val_windows: int | None = None  # validate on the first ones only; None: on all
+    val_stride: int | None = None  # targets of a window, the tokens before them being context; None: seq_len
     num_workers: int = 0  # loader processes
     cache_dir: str = "~/.cache/kda_lm"  # tokenizers, token files and Arrow copies
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "tokenizer_train_bytes", "seq_len", "val_batch_size", "max_val_windows"):
+        least_one = (
+            "vocab_size",
+            "tokenizer_train_bytes",
+            "seq_len",
+            "val_batch_size",
+            "max_val_windows",
+            "val_stride",
+        )
+        for name in least_one:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DataError(f"{name} is {value}: it must be at least 1")
         for name in ("num_workers", "split_seed"):
             if getattr(self, name) < 0:
                 raise DataError(f"{name} is {getattr(self, name)}: it must not be negative")
+        if self.stride > self.seq_len:
+            raise DataError(f"val_stride is {self.val_stride}: it must be at most seq_len = {self.seq_len}")
         if not 0 < self.val_fraction < 1:
             raise DataError(f"val_fraction is {self.val_fraction}: it must lie between 0 and 1")
         if self.corpus == "text" and not self.files:
@@ -65,6 +76,11 @@ class DataConfig:
             raise DataError(f"files and val_files need corpus text, not {self.corpus}")
         if self.tokenizer == "file" and not self.tokenizer_file:
             raise DataError("tokenizer_file is not set: tokenizer file needs the path of a tokenizer.json")
+
+    @property
+    def stride(self) -> int:
+        """Targets of a validation window."""
+        return self.seq_len if self.val_stride is None else self.val_stride
 
 
 class DataModule(lightning.LightningDataModule):
@@ -173,7 +189,7 @@ class DataModule(lightning.LightningDataModule):
     @cached_property
     def val_windows(self) -> int:
         """Windows that validation covers, over all ranks."""
-        count = packing.window_count(self.val, self.config.seq_len)
+        count = packing.window_count(self.val, self.config.stride)
         return min(count, self.config.max_val_windows or count)
 
     @cached_property
@@ -188,7 +204,7 @@ class DataModule(lightning.LightningDataModule):
         if not self.tokenizer.keeps(start):
             log.warning("the tokenizer does not give the text back as it was: no bits per byte are reported")
             return None
-        covered = self.val_windows * self.config.seq_len + 1
+        covered = self.val_windows * self.config.stride + 1
         if covered >= len(self.val):
             return self.val.manifest.text_bytes
         return int(self.tokenizer.token_bytes()[self.val.tokens[1:covered]].sum())
@@ -222,9 +238,7 @@ class DataModule(lightning.LightningDataModule):
         """This rank's validation windows (rank, rank + world, …), `val_batch_size` at a time."""
         rank, world = self._rank_and_world
         windows = range(rank, self.val_windows, world)
-        dataset = EvalBatches(
-            self.val, self.config.seq_len, windows, self.config.val_batch_size, self.config.isolate_documents
-        )
+        dataset = EvalBatches(self.val, self.config, windows)
         return self._loader(dataset, range(len(dataset)))
 
     def _loader(self, dataset: "Dataset[Any]", sampler: Any) -> "DataLoader[Any]":
@@ -246,23 +260,18 @@ class TrainSteps(Dataset[list[Batch]]):
 
 
 class EvalBatches(Dataset[Batch]):
-    """Evaluation windows in batches of `size`, by batch; the last may be smaller."""
+    """Evaluation windows in batches of `val_batch_size`, by batch; the last may be smaller."""
 
-    def __init__(self, file: TokenFile, seq_len: int, windows: range, size: int, isolate: bool) -> None:
-        self._file, self._seq_len, self._windows, self._size, self._isolate = (
-            file,
-            seq_len,
-            windows,
-            size,
-            isolate,
-        )
+    def __init__(self, file: TokenFile, config: DataConfig, windows: range) -> None:
+        self._file, self._config, self._windows = file, config, windows
 
     def __len__(self) -> int:
-        return -(-len(self._windows) // self._size)
+        return -(-len(self._windows) // self._config.val_batch_size)
 
     def __getitem__(self, index: int) -> Batch:
-        windows = self._windows[index * self._size : (index + 1) * self._size]
-        return packing.eval_batch(self._file, self._seq_len, windows, self._isolate)
+        c = self._config
+        windows = self._windows[index * c.val_batch_size : (index + 1) * c.val_batch_size]
+        return packing.eval_batch(self._file, c.seq_len, c.stride, windows, c.isolate_documents)
 
 
 class RemainingSteps(Sampler[int]):

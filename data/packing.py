@@ -7,13 +7,13 @@ sample n = s·batch_size + r: block order_e[n mod B] of epoch e = n // B. So an 
 every target at most once (all but (N − 1) mod T of them), and any step can be had without the steps before
 it.
 
-Evaluation. Window w has the targets w·T + 1 … (w + 1)·T of the stream: every token after the first is a
-target once.
+Evaluation. Window w has the targets w·S + 1 … (w + 1)·S of the stream, S ≤ T being the stride: every token after
+the first is a target once. The T − S tokens before them, if there are as many, are context.
 
 A batch is a dict of tensors:
 
     tokens      int64 [b, T]  inputs
-    targets     int64 [b, T]  the next token; IGNORE where the last window is padded
+    targets     int64 [b, T]  the next token; IGNORE where it is context, and where the last window is padded
     cu_seqlens  int32 [n + 1] only if documents are isolated: boundaries in the flattened b·T tokens, at every
                               row start, at every eot (the first token of its document) and at the end
 
@@ -112,20 +112,24 @@ def train_step(file: TokenFile, shape: Shape, seed: int, step: int, rank: int, i
     ]
 
 
-def window_count(file: TokenFile, seq_len: int) -> int:
-    """Evaluation windows of the stream, the last one ragged."""
-    return -(-(len(file) - 1) // seq_len)
+def window_count(file: TokenFile, stride: int) -> int:
+    """Evaluation windows of the stream, with `stride` targets each but the last."""
+    return -(-(len(file) - 1) // stride)
 
 
-def eval_batch(file: TokenFile, seq_len: int, windows: Sequence[int], isolate: bool) -> Batch:
-    """The given evaluation windows as one batch; a ragged one is filled with eot, which is no target."""
+def eval_batch(file: TokenFile, seq_len: int, stride: int, windows: Sequence[int], isolate: bool) -> Batch:
+    """The given evaluation windows as one batch; what is missing is filled with eot, which is no target."""
     eot = file.manifest.eot_id
     inputs, targets = [], []
     for window in windows:
-        block = file.tokens[window * seq_len : (window + 1) * seq_len + 1].astype(np.int64)
+        begin, end = window * stride, (window + 1) * stride  # of the targets' inputs
+        start = max(0, end - seq_len)
+        block = file.tokens[start : start + seq_len + 1].astype(np.int64)
         missing = seq_len + 1 - len(block)
         inputs.append(np.pad(block[:-1], (0, missing), constant_values=eot))
-        targets.append(np.pad(block[1:], (0, missing), constant_values=IGNORE))
+        row = np.pad(block[1:], (0, missing), constant_values=IGNORE)
+        row[: begin - start] = row[end - start :] = IGNORE
+        targets.append(row)
     return _batch(inputs, targets, eot if isolate else None)
 
 

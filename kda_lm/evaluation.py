@@ -41,11 +41,12 @@ class EvaluationConfig(TextConfig):
     """Options of scripts/evaluate.py; see configs/evaluate.yaml."""
 
     seq_len: int | None = None
+    stride: int | None = None
     batch_size: int = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("seq_len", "batch_size"):
+        for name in ("seq_len", "stride", "batch_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it takes at least 1")
 

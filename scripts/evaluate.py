@@ -29,14 +29,16 @@ from kda_lm.parity import Parity, ParityConfig, compare, places
 from kda_lm.runs import CONFIGS, absolute_paths, from_launch_dir, write_json
 
 
-def open_text(config: TextConfig, seq_len: int | None, batch_size: int) -> tuple[Path, Checkpoint, DataModule]:
+def open_text(
+    config: TextConfig, seq_len: int | None, batch_size: int, stride: int | None = None
+) -> tuple[Path, Checkpoint, DataModule]:
     """The checkpoint, and its validation text or the one that is given, in batches of windows."""
     device = resolve_device(config.accelerator)
     path = required_path("ckpt", config.ckpt)
     tokenizer = None if config.tokenizer is None else from_launch_dir(config.tokenizer)
     checkpoint = open_checkpoint(path, device, tokenizer)
 
-    data_options = {**checkpoint.data, "val_batch_size": batch_size, "max_val_windows": None}
+    data_options = {**checkpoint.data, "val_batch_size": batch_size, "max_val_windows": None, "val_stride": stride}
     if config.text is not None:
         text = absolute_paths({"files": config.text})["files"]
         data_options.update(corpus="text", files=text, val_files=text, text_key=config.text_key)
@@ -60,7 +62,7 @@ def run(options: DictConfig) -> Score:
     """Evaluate as configs/evaluate.yaml says, print the table, and return the score."""
     config = read_config(EvaluationConfig, plain(options), "evaluate")
     device = resolve_device(config.accelerator)
-    path, checkpoint, data = open_text(config, config.seq_len, config.batch_size)
+    path, checkpoint, data = open_text(config, config.seq_len, config.batch_size, config.stride)
     with arithmetic(config.precision, device):
         console = Console(stderr=True)
         batches = track(
@@ -71,7 +73,7 @@ def run(options: DictConfig) -> Score:
     rows = {
         "checkpoint": f"{path}, step {checkpoint.step:,}",
         "text": "validation text of the training run" if config.text is None else str(config.text),
-        "targets": f"{score.targets:,} tokens in windows of {data.config.seq_len}",
+        "targets": f"{score.targets:,} tokens, {data.config.stride} of each window of {data.config.seq_len}",
         "loss": f"{score.loss:.4f} nats a token",
         "perplexity": f"{score.perplexity:.2f}",
         "bits per byte": "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}",

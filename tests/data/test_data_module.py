@@ -80,7 +80,8 @@ def test_validation_does_not_depend_on_its_batch_size(make: Make) -> None:
 def test_val_bytes_are_those_of_the_windows(make: Make) -> None:
     data = make()
     sizes = torch.from_numpy(data.tokenizer.token_bytes())
-    for capped in (make(), make(max_val_windows=2), make(max_val_windows=10**6)):
+    strided = make(max_val_windows=3, val_stride=5)
+    for capped in (make(), make(max_val_windows=2), make(max_val_windows=10**6), strided):
         targets = torch.cat([batch["targets"].flatten() for batch in capped.val_dataloader()])
         assert capped.val_bytes == int(sizes[targets[targets != IGNORE]].sum())
     assert make(max_val_windows=2).val_bytes < data.val_bytes == data.val.manifest.text_bytes
@@ -166,6 +167,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"val_fraction": 1}, "data: val_fraction is 1.0: it must lie between 0 and 1"),
     ({"max_val_windows": 0}, "data: max_val_windows is 0: it must be at least 1"),
     ({"max_val_windows": 1.5}, "data.max_val_windows is 1.5; it takes a whole number or null"),
+    ({"val_stride": 0}, "data: val_stride is 0: it must be at least 1"),
+    ({"val_stride": 300}, "data: val_stride is 300: it must be at most seq_len = 256"),
     ({"num_workers": -1}, "data: num_workers is -1: it must not be negative"),
     ({"corpus": "text"}, "data: files is not set: give a path"),
     ({"corpus": "text", "files": [1]}, "data.files is [1]; it takes text or a list of text or null"),

@@ -141,7 +141,7 @@ def test_a_document_is_the_same_segment_alone_and_after_another(tmp_path: Path) 
         for path, text in zip(paths, texts, strict=True):
             path.write_text(text)
         stream = token_file(Part(FilesCorpus("ab", paths), "val"), byte_tokenizer(), tmp_path)
-        batch = eval_batch(stream, 40, [0], isolate=True)
+        batch = eval_batch(stream, 40, 40, [0], isolate=True)
         begin = int(stream.offsets[-2])
         assert begin in batch["cu_seqlens"]
         segments.append((batch["tokens"][0, begin : begin + 16], batch["targets"][0, begin : begin + 16]))
@@ -153,7 +153,7 @@ def test_a_document_is_the_same_segment_alone_and_after_another(tmp_path: Path) 
 def test_every_token_is_an_evaluation_target_once(file: TokenFile, seq_len: int) -> None:
     """G5: whatever the batch size and the number of ranks."""
     count = window_count(file, seq_len)
-    whole = eval_batch(file, seq_len, range(count), isolate=False)
+    whole = eval_batch(file, seq_len, seq_len, range(count), isolate=False)
     targets = whole["targets"].flatten()
     assert targets[targets != IGNORE].tolist() == file.tokens[1:].tolist()
     assert whole["tokens"].flatten()[targets != IGNORE].tolist() == file.tokens[:-1].tolist()
@@ -162,10 +162,31 @@ def test_every_token_is_an_evaluation_target_once(file: TokenFile, seq_len: int)
         for size in (3, 8):
             for rank in range(world):
                 mine = range(rank, count, world)
-                batches = [eval_batch(file, seq_len, mine[i : i + size], False) for i in range(0, len(mine), size)]
+                batches = [
+                    eval_batch(file, seq_len, seq_len, mine[i : i + size], False) for i in range(0, len(mine), size)
+                ]
                 for key in ("tokens", "targets"):
                     rows = [row for batch in batches for row in batch[key].tolist()]
                     assert rows == whole[key].tolist()[rank::world]
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "stride"), [(10, 1), (10, 3), (100, 99), (364, 100), (500, 27), (728, 727), (1000, 64), (1000, 1000)]
+)
+def test_strided_windows(file: TokenFile, seq_len: int, stride: int) -> None:
+    """Every token after the first is a target once, after as many tokens as there are or the window holds."""
+    batch = eval_batch(file, seq_len, stride, range(window_count(file, stride)), isolate=False)
+    found = []
+    for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
+        places = [i for i, target in enumerate(targets) if target != IGNORE]
+        assert places == list(range(places[0], places[0] + len(places))) and len(places) <= stride
+        for place in places:
+            at = len(found)  # the target is token at + 1 of the stream
+            assert targets[place] == file.tokens[at + 1]
+            assert tokens[: place + 1] == file.tokens[at - place : at + 1].tolist()
+            assert place >= min(at, seq_len - stride)
+            found.append(targets[place])
+    assert found == file.tokens[1:].tolist()
 
 
 @pytest.mark.parametrize(

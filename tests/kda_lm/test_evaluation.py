@@ -149,6 +149,25 @@ def test_evaluate_with_another_window(run: Run) -> None:
     assert len({round(score.loss, 6) for score in scores.values()}) == len(scores)
 
 
+def test_evaluate_with_strides(run: Run) -> None:
+    """The same targets; at a stride of 1 each has all the context that a window holds, as by hand."""
+    _, folder = run("trained")
+    ckpt = folder / "checkpoints" / "last.ckpt"
+    Path("other.txt").write_text("Fellow citizens — the union is strong", encoding="utf-8")
+    scores = {stride: score_of(ckpt, "text=other.txt", "seq_len=12", f"stride={stride}") for stride in (1, 5, 12)}
+    assert scores[12] == score_of(ckpt, "text=other.txt", "seq_len=12")
+    ids = torch.tensor([256, *Path("other.txt").read_bytes(), 256])
+    lm, nll = open_checkpoint(ckpt, CPU).model, 0.0
+    for at in range(1, len(ids)):
+        logits = lm(ids[None, max(0, at - 12) : at])[0][0, -1].double()
+        nll -= float(logits.log_softmax(-1)[ids[at]].detach())
+    assert scores[1].loss == pytest.approx(nll / (len(ids) - 1), rel=1e-5)
+    assert {score.targets for score in scores.values()} == {len(ids) - 1}
+    assert len({round(score.loss, 6) for score in scores.values()}) == 3
+    with pytest.raises(UserError, match=r"val_stride is 13: it must be at most seq_len = 12"):
+        score_of(ckpt, "seq_len=12", "stride=13")
+
+
 def test_evaluate_other_text_by_hand(run: Run, tmp_path: Path) -> None:
     """A file of one document: its bytes and the end of text are the targets, its bytes are what bits are a part of."""
     _, folder = run("trained")
@@ -198,7 +217,9 @@ def test_evaluate_with_the_runs_own_tokenizer_file(run: Run) -> None:
     assert score.loss == pytest.approx(summary["val/loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("option", ["seq_len=0", "batch_size=0", "seq_len=-1", "batch_size=half", "+windows=3"])
+@pytest.mark.parametrize(
+    "option", ["seq_len=0", "batch_size=0", "stride=0", "seq_len=-1", "batch_size=half", "+windows=3"]
+)
 def test_refusals(option: str) -> None:
     with pytest.raises(UserError) as caught:
         run_evaluate(compose_config("evaluate", "ckpt=none.ckpt", option))

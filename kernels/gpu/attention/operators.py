@@ -8,7 +8,7 @@ Products at B×T×H×D = 8×4096×16×128, causal, 2 D FLOPs a pair each, of whi
 | d_q     | Q Kᵀ, dO Vᵀ, dS K         | 0.82  | 1.04              |
 | d_kv    | K Qᵀ, V dOᵀ, Pᵀ dO, dSᵀ Q | 1.10  | 1.39              |
 
-On Hopper hopper.py does the forward of what it serves, at 610 TFLOP/s there and forward.py at 450.
+On Hopper hopper.py does the forward of what it serves, at 620 TFLOP/s there and forward.py at 450.
 
 `kda_lm::attention_forward` and `kda_lm::attention_backward` are the same as torch operators, opaque to torch.compile.
 Outside of a compiler an autograd.Function does: the dispatcher would take longer than the GPU.
