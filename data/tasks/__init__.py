@@ -1,10 +1,13 @@
 """Synthetic tasks: recall, copying, stacks and state tracking, made on the fly.
 
-draws      random numbers that belong to a sample, whatever batch it is in
-base       Task, its examples, and mixtures of tasks
-recall     MQAR, overwriting, global and selective reset, phone book
-sequences  palindrome, selective copying, stacks, in-context recall with noise and runs
-state      parity, permutations, modular arithmetic
+    draws      random numbers that belong to a sample, whatever batch it is in
+    base       Task, its examples, and mixtures of tasks
+    recall     MQAR, overwriting, global and selective reset, phone book
+    sequences  palindrome, selective copying, stacks, in-context recall with noise and runs
+    state      parity, permutations, modular arithmetic
+    needle     needles in haystacks, as texts
+
+TASKS has them by name, but for the needles, which are no ids.
 """
 
 from data.tasks.base import FILLER, Examples, Mixture, Task

@@ -1,8 +1,7 @@
 """A needle in a haystack (RULER's S-NIAH, Hsieh et al. 2024): one sentence of a long text says what is asked at its end.
 
-    The river runs to the sea. The secret number of the amber falcon is 4821973. The sea is never full. The river
-    runs to the sea. The secret number of the amber falcon is
-                                                              → 4821973
+    The river runs to the sea. The secret number of the amber falcon is 4821973. The sea is never full.
+    The secret number of the amber falcon is                                      → 4821973
 
 These are texts, not ids, so that a model of any tokenizer can be asked. As in data.tasks, prompt `index` of a split is
 a pure function of (seed, split, index).
