@@ -1,4 +1,4 @@
-"""A needle in a haystack (RULER's S-NIAH, Hsieh et al. 2024): one sentence of a long text says what is asked at its end.
+"""Needles in haystacks (RULER's S-NIAH, Hsieh et al. 2024): one sentence of a long text says what its end asks for.
 
     The river runs to the sea. The secret number of the amber falcon is 4821973. The sea is never full.
     The secret number of the amber falcon is                                      → 4821973
@@ -19,40 +19,9 @@ from data.errors import DataError
 from data.tasks.draws import Draws, Ints, Split
 
 REPEATED = ("The river runs to the sea.", "The sea is never full.", "The wind turns to the north, and back again.")
-FIRST = [
-    "amber",
-    "brave",
-    "calm",
-    "dusty",
-    "early",
-    "faint",
-    "gentle",
-    "hollow",
-    "iron",
-    "jolly",
-    "keen",
-    "lonely",
-    "mossy",
-    "narrow",
-    "olive",
-    "pale",
-]
-SECOND = [
-    "anchor",
-    "badger",
-    "candle",
-    "dancer",
-    "engine",
-    "falcon",
-    "garden",
-    "harbor",
-    "island",
-    "jacket",
-    "kettle",
-    "ladder",
-    "mirror",
-    "needle",
-]
+# Names are one of each.
+FIRST = ["amber", "brave", "calm", "dusty", "early", "faint", "gentle", "hollow", "iron", "jolly", "keen", "lonely"]
+SECOND = ["anchor", "badger", "candle", "dancer", "engine", "falcon", "garden", "harbor", "island", "jacket", "kettle"]
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def test_a_prompt_is_the_same_in_any_batch() -> None:
     ("options", "message"),
     [
         ({"depth": 1.5}, "depth is 1.5: it takes 0 to 1, or null for any"),
-        ({"num_needles": 0}, "num_needles is 0: it takes 1 to 224"),
+        ({"num_needles": 0}, "num_needles is 0: it takes 1 to 132"),
     ],
 )
 def test_bad_options(options: dict[str, float], message: str) -> None:
