@@ -156,6 +156,8 @@ def test_what_the_tma_unit_cannot_read_is_copied(D: int) -> None:
         whole[..., :1].expand(whole.shape),
         whole[:1].expand(whole.shape),
         qkv.flatten()[1 : 1 + D].view(1, 1, 1, D),
+        torch.randn(2, 5, 4 * D + 4).bfloat16()[..., : 4 * D].unflatten(-1, (4, D)),  # begins well, its rows do not
+        torch.randn(2, 5, 4, D + 1).bfloat16()[..., :D],
     ):
         copy = readable(x)
         assert copy is not x and torch.equal(copy, x) and copy.is_contiguous() and copy.data_ptr() % 16 == 0
