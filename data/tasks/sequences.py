@@ -161,7 +161,7 @@ class InContextRecall(Task):
 
     seq_len: int = 128
     vocab_size: int = 16
-    num_keys: int | None = None  # of a sample's map; None: as many as there are key ids, half of them with runs
+    num_keys: int | None = None  # of a sample's map; None: as many as there are key ids
     noise: float = 0.0  # share of the pairs that noise comes before
     longest: int = 1  # ids of a key, and of a value
 
