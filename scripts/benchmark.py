@@ -188,12 +188,7 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
     command.add_argument("--decode", action=switch, default=True, help="time decoding, too (default)")
     command.add_argument("--cold", action=switch, help="cold start at the first shape (default on a GPU)")
     command.add_argument("--cold-peer", action="store_true", help="the peer's, too: minutes an op")
-    command.add_argument(
-        "--peer-processes", type=positive, metavar="N", help="that compile the peer's candidates beforehand"
-    )
-    command.add_argument(
-        "--peer-ms", type=positive, metavar="MS", help="its autotuner gives each candidate (default its own, 125)"
-    )
+    add_peer_tuner(command)
     command.add_argument("--profile", action="store_true", help="print what each kernel takes of forward and backward")
     command.add_argument("--markdown", action="store_true", help="print the tables as Markdown as well")
     command.add_argument("--json", type=Path, metavar="FILE", help="write setting and rows there, after every row")
@@ -260,9 +255,7 @@ def add_train(command: argparse.ArgumentParser) -> None:
         choices=peer_lm.LOSSES,
         help="over all logits (default), or fused with the head: less memory, but float32 products",
     )
-    command.add_argument(
-        "--peer-ms", type=positive, metavar="MS", help="its autotuner gives each candidate (default its own, 125)"
-    )
+    add_peer_tuner(command)
     command.add_argument("--timeout", type=positive, default=1200, metavar="S", help="seconds a row; default 1200")
 
 
@@ -277,6 +270,15 @@ def add_decode(command: argparse.ArgumentParser) -> None:
         default=[1024, 8192, 32768, 131072],
         metavar="T,…",
         help="tokens before the measured ones, k for 1024; default 1k,8k,32k,128k",
+    )
+
+
+def add_peer_tuner(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--peer-processes", type=positive, metavar="N", help="that compile the peer's candidates beforehand"
+    )
+    command.add_argument(
+        "--peer-ms", type=positive, metavar="MS", help="its autotuner gives each candidate (default its own, 125)"
     )
 
 

@@ -83,7 +83,7 @@ CANDIDATES: dict[tuple[bool, int], dict[str, list[tuple[Any, ...]]]] = {
     },
 }  # fmt: skip
 
-# queries, keys, stages, registers, where hopper.py serves: what compiles without spilling.
+# queries, keys, stages, registers, where hopper_forward.py serves: what compiles without spilling.
 HOPPER: dict[tuple[torch.dtype, int], list[tuple[int, int, int, int]]] = {
     (torch.bfloat16, 64): [(256, 64, 4, 112), (256, 64, 3, 112), (128, 128, 3, 240)],
     (torch.bfloat16, 128): [(128, 128, 2, 240), (128, 64, 4, 240)],
@@ -129,8 +129,9 @@ def candidates(tiles: AttentionTiles, dim: int, dtype: torch.dtype, group: str) 
             yield replace(tiles, hopper=HopperBlocks(*choice))
         return
     for choice in CANDIDATES[dtype == torch.float32, dim][group]:
-        changed: dict[str, Any] = {group: Blocks(*choice)} | ({"hopper": None} if group == "forward" else {})
-        yield replace(tiles, **changed)
+        changed: dict[str, Any] = {group: Blocks(*choice)}
+        instead: dict[str, Any] = {"hopper": None} if group == "forward" else {"hopper_backward": False}
+        yield replace(tiles, **changed, **instead)
 
 
 def inputs_of(dim: int, dtype: torch.dtype, B: int, T: int) -> Problem:
@@ -184,7 +185,8 @@ def tune(dim: int, dtype: torch.dtype, groups: list[str]) -> dict[str, Any]:
             if admitted:
                 ranked.append((row["ms"], len(ranked), tiles))
         if ranked:
-            best = replace(min(ranked)[2], hopper=min(ranked)[2].hopper or best.hopper)
+            chosen = min(ranked)[2]
+            best = replace(chosen, hopper=chosen.hopper or best.hopper, hopper_backward=best.hopper_backward)
     key = (capability(torch.device("cuda", 0)), dtype, padded(dim))
     print(f"{key}: {best},", flush=True)
     ms = {}

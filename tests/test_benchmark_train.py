@@ -20,7 +20,7 @@ from scripts import benchmark
 from scripts.benchmarking import peer_lm, train, train_row
 from scripts.benchmarking.measure import one_line
 from scripts.benchmarking.models import PATTERNS, Size, build_lm
-from scripts.benchmarking.train import Options, Trial, configure, mfu
+from scripts.benchmarking.train import Options, TrainRun, Trial, configure, mfu
 
 TOY = ["--sizes", "2x64", "--seq-lens", "64", "--tokens-per-step", "128", "--steps", "2", "--warmup", "1"]
 TOY += ["--vocab", "300", "--device", "cpu"]
@@ -41,6 +41,7 @@ OPTIONS = Options(
     peer_compile=False,
     peer_loss="logits",
     peer_ms=None,
+    peer_processes=None,
     device=torch.device("cpu"),
     seed=0,
     timeout=100,
@@ -209,6 +210,24 @@ def test_the_peer_trains(stand_in: None) -> None:
     assert result["loss"][1] > 0 and result["parameters"] == 300 * 64 + 2 * (64 * 64 + 64)
     with pytest.raises(AttributeError, match="GatedDeltaNetForCausalLM"):
         train_row.measure_row(trial_of(options, "gated_delta", "fla"))
+
+
+def test_the_peers_candidates_are_compiled_before(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of each kind of layer, in as many processes as asked for; the row after them is whole."""
+    trials: list[Trial] = []
+
+    def kept(trial: Trial, options: Options) -> dict[str, Any]:
+        trials.append(trial)
+        return in_this_process(trial, options) if trial.part is None else {"failed": "one step has no median"}
+
+    monkeypatch.setattr(train, "run_fresh", kept)
+    options = replace(OPTIONS, patterns=["hybrid"], peer="fla", peer_processes=3)
+    assert TrainRun(options).start() == 0
+    first, *parts, last = trials
+    assert first.contender == "ours" and last.part is None and last.contender == "fla"
+    assert sorted(trial.part for trial in parts) == [(0, 3), (1, 3), (2, 3)]  # type: ignore[type-var]
+    assert {trial.options["model"]["num_layers"] for trial in parts} == {4}
+    assert {trial.options["trainer"]["max_steps"] for trial in parts} == {1}
 
 
 def test_the_peers_models(stand_in: None) -> None:

@@ -113,7 +113,9 @@ def build(trial: Trial, device: torch.device) -> torch.nn.Module:
     """The model, as train.py readies it; or the peer's of the same sizes."""
     trainer = read_config(TrainerConfig, trial.options["trainer"], "trainer")
     if trial.contender == "fla":
-        if trial.peer_ms:
+        if trial.part:
+            tuning.take_part(*trial.part)
+        elif trial.peer_ms:
             tuning.hasten(trial.peer_ms)
         seq_len = trial.options["data"]["seq_len"]
         switches = {"compiled": trial.peer_compile, "checkpointed": trainer.checkpoint_layers}

@@ -27,6 +27,7 @@ from test_triton_compiles import (
 
 from kernels.gpu.attention.decode import launch
 from kernels.gpu.attention.hopper import described, readable
+from kernels.gpu.attention.hopper_backward import heads_at_once
 from kernels.gpu.attention.operators import attention
 from kernels.gpu.attention.tiles import TABLE, AttentionTiles, default, forced
 from kernels.gpu.limits import padded
@@ -38,6 +39,7 @@ SPILLS: dict[str, int] = {
     "default-sm80-fp32-256-attention_forward_kernel": 1024,
     "default-sm80-fp32-256-attention_d_q_kernel": 256,
     "default-sm80-fp32-256-attention_d_kv_kernel": 896,
+    "table-sm90-bf16-128-attention_hopper_d_kv_kernel": 128,
     "table-sm90-bf16-128-attention_d_kv_kernel": 64,
     "table-sm90-bf16-256-attention_forward_kernel": 192,
     "table-sm90-bf16-256-attention_d_q_kernel": 128,
@@ -81,7 +83,7 @@ def all_kernels() -> dict[str, Kernel]:
         of = kernels_of(capability, DEFAULT_SHARED, default(dtype, padded(D)), dtype, 100, D)
         found |= {f"default-sm{capability}-{TYPES[dtype]}-{D}-{name}": x for name, x in of.items()}
     for (capability, dtype, D), tiles in TABLE.items():
-        for variant in (tiles, replace(tiles, hopper=None)):
+        for variant in (tiles, replace(tiles, hopper=None, hopper_backward=False)):
             of = kernels_of(capability, SHARED, variant, dtype, 256, D)
             found |= {f"table-sm{capability}-{TYPES[dtype]}-{D}-{name}": x for name, x in of.items()}
     tiles = TABLE[90, BFLOAT16, 128]
@@ -145,6 +147,45 @@ def test_which_forward_runs(served: bool, changed: dict[str, Any]) -> None:
     with forced(TABLE[90, BFLOAT16, 128]), recorded() as launches:
         attention(*(inputs[name] for name in "qkv"), options["cu_seqlens"], options["scale"] or 0.5, options["window"])
     assert [f.__name__ for f, _ in launches] == [f"attention_{'hopper_' * served}forward_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("served", "changed"),
+    [
+        (True, {}),
+        (True, {"HQ": 64, "T": 64, "B": 3}),
+        (False, {"D": 64}),
+        (False, {"T": 100}),
+        (False, {"window": 100}),
+        (False, {"S": 256}),
+        (False, {"scale": -0.5}),
+    ],
+    ids=str,
+)
+def test_which_backward_runs(served: bool, changed: dict[str, Any]) -> None:
+    given = {"T": 192, "S": None, "B": 1, "HQ": 16, "D": 128, "dtype": BFLOAT16} | changed
+    window, scale = given.pop("window", None), given.pop("scale", 0.5)
+    inputs = make(**given, HKV=16)
+    leaves = [inputs[name].requires_grad_() for name in "qkv"]
+    with forced(TABLE[90, BFLOAT16, given["D"]]), recorded() as launches:
+        torch.autograd.grad(attention(*leaves, None, scale, window), leaves, inputs["d_o"])
+    kernels = ["delta", "hopper_d_kv", "hopper_d_q"] if served else ["d_q", "d_kv"]
+    assert [f.__name__ for f, _ in launches][1:] == [f"attention_{name}_kernel" for name in kernels]
+
+
+def test_heads_at_once() -> None:
+    """As many as the memory holds and divide the programs' work evenly; none where one is too much."""
+    for T, heads, group, at_once in (
+        (4096, 128, 1, 33),  # 16 pairs of blocks a head: 4 for each of 132 programs
+        (4096, 12, 1, 12),
+        (4096, 64, 4, 8),
+        (16384, 4, 1, 2),
+        (32768, 4, 1, 1),
+        (32768, 4, 2, None),
+        (65536, 1, 1, None),
+        (100, 8, 1, None),
+    ):
+        assert heads_at_once(T, heads, group, 132) == at_once, (T, heads, group)
 
 
 @pytest.mark.parametrize("D", [64, 128])

@@ -194,9 +194,9 @@ def test_float32_is_not_asked_of_torch() -> None:
 
 
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 128, 129, 200, 256, 257, 500, 777])
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 128, 129, 192, 200, 256, 257, 320, 500, 704, 777])
 def test_any_length_in_bfloat16(T: int, D: int) -> None:
-    """Where a GPU has a forward of its own, as Hopper: lengths around its blocks; groups of 1, 2 and 4 queries a key;
+    """Where a GPU has kernels of its own, as Hopper: lengths around their blocks; groups of 1, 2 and 4 queries a key;
     one tile and more than there are multiprocessors."""
     for B, HQ, HKV in ((1, 1, 1), (2, 8, 2), (9, 16, 8)):
         inputs = make(T, B=B, HQ=HQ, HKV=HKV, D=D)
@@ -228,6 +228,31 @@ def test_what_follows_a_row_does_not_enter(D: int) -> None:
         inputs[name][1] = torch.nan
     o = softmax_attention(*(inputs[name] for name in "qkv"), backend="triton")
     assert torch.equal(o[:1], alone) and o[1].isnan().all() and o[2].isfinite().all()
+
+
+@pytest.mark.parametrize("T", [128, 192])
+def test_other_rows_do_not_enter_gradients(T: int) -> None:
+    """A block of which a part is beyond the row's end copies in what is the next row's, and drops what comes of it."""
+    inputs = make(T, B=3, D=128)
+    first = results(inputs, scale=None)
+    inputs["q"][1] = torch.nan
+    out = results(inputs, scale=None)
+    for name, x in out.items():
+        assert torch.equal(x[0], first[name][0]) and torch.equal(x[2], first[name][2]) and x[1].isnan().any(), name
+
+
+def test_heads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept between two kernels may be of some heads at a time: the same bits."""
+    from kernels.gpu.attention import hopper_backward
+    from kernels.gpu.attention.tiles import attention_tiles, forced
+
+    inputs = make(320, B=3, HQ=6, HKV=3, D=128)
+    first = check(inputs)
+    for kept, at_once in ((1, 1), (2, 2), (1 << 40, 9)):
+        monkeypatch.setattr(hopper_backward, "KEPT_BYTES", kept * 2 * hopper_backward.tiles_of(320) * 64 * 64 * 2)
+        with forced(attention_tiles(torch.device(DEVICE), BFLOAT16, 128)):
+            assert hopper_backward.heads_at_once(320, 9, 2, 132) == at_once
+            cases.assert_same(results(inputs, scale=None), first)
 
 
 def test_strides_do_not_matter() -> None:

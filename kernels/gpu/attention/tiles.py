@@ -45,7 +45,8 @@ class AttentionTiles:
     forward: Blocks
     d_q: Blocks
     d_kv: Blocks
-    hopper: HopperBlocks | None = None  # instead of `forward`, where hopper.py can
+    hopper: HopperBlocks | None = None  # instead of `forward`, where hopper_forward.py can
+    hopper_backward: bool = False  # instead of `d_q` and `d_kv`, where hopper_backward.py can
 
 
 # What any GPU from sm_80 on can run, in 99 KB of shared memory: for 16 bits, for float32, by the padded head width.
@@ -72,6 +73,7 @@ TABLE: dict[Key, AttentionTiles] = {
         d_q=Blocks(128, 64, 8, 3),
         d_kv=Blocks(32, 64, 4, 4, 2),
         hopper=HopperBlocks(128, 128, 2, 240),
+        hopper_backward=True,
     ),
     (90, torch.bfloat16, 256): AttentionTiles(
         forward=Blocks(128, 64, 8, 2), d_q=Blocks(64, 32, 8, 2), d_kv=Blocks(32, 32, 8, 1)
