@@ -6,6 +6,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from omegaconf import DictConfig, OmegaConf
 
-from data import DataConfig, DataModule
+from data import BaseDataModule
+from data.tasks import TaskDataModule
 from kda_lm.checkpoint import check_resumable
 from kda_lm.cli import exit_status, one_line_errors, quiet_libraries
 from kda_lm.config import plain, read_config
-from kda_lm.device import resolve_device, resolve_precision
+from kda_lm.device import arithmetic, resolve_device, resolve_precision
 from kda_lm.errors import UserError
+from kda_lm.evaluation import Tally
 from kda_lm.model import LM, LMConfig
 from kda_lm.runs import (
     CONFIGS,
@@ -34,6 +37,8 @@ from kda_lm.runs import (
     refuse_existing,
     resume_config,
 )
+from kda_lm.sources import SourceConfig, open_source, read_source
+from kda_lm.task_evaluation import TaskTally, score_tests
 from kda_lm.training.callbacks import Monitor, ProgressLine, Samples
 from kda_lm.training.checkpoint import AtomicCheckpointIO, SaveCheckpoints
 from kda_lm.training.config import RunConfig, SamplesConfig, TrainerConfig
@@ -53,7 +58,7 @@ class Settings:
     trainer: TrainerConfig
     optim: OptimConfig
     samples: SamplesConfig
-    data: DataConfig
+    data: SourceConfig
 
     @classmethod
     def read(cls, config: DictConfig) -> "Settings":
@@ -66,7 +71,7 @@ class Settings:
             read_config(TrainerConfig, options["trainer"], "trainer"),
             read_config(OptimConfig, options["optim"], "optim"),
             read_config(SamplesConfig, options["samples"], "samples"),
-            read_config(DataConfig, options["data"], "data"),
+            read_source(options["data"]),
         )
 
 
@@ -89,22 +94,23 @@ def train(config: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
             raise UserError(f"trainer.max_steps is {module.max_steps}; the run has {resumed_step} steps already")
     with locked(folder):
         if is_first_process():
-            (folder / "tokenizer.json").write_text(data.tokenizer.json, encoding="utf-8")
+            if data.tokenizer is not None:
+                (folder / "tokenizer.json").write_text(data.tokenizer.json, encoding="utf-8")
             OmegaConf.save(settings.options, folder / "config.yaml")
             describe(module.model, settings.trainer, data, folder)
         return fit(settings, module, data, folder, checkpoint, resumed_step)
 
 
-def build(settings: Settings) -> tuple[TrainingModule, DataModule]:
+def build(settings: Settings) -> tuple[TrainingModule, BaseDataModule]:
     """The prepared data, and the model with all that its checkpoints say of it."""
     lightning.seed_everything(settings.run.seed, verbose=False)
-    data = DataModule(
+    data = open_source(
         settings.data,
         batch_size=settings.trainer.batch_size,
         micro_batch_size=settings.trainer.micro_batch_size,
         max_steps=settings.trainer.max_steps,
         seed=settings.run.seed,
-    ).prepare()
+    )
     model_options = {**settings.options["model"], "vocab_size": data.vocab_size}
     model = LM(read_config(LMConfig, model_options, "model"), settings.options["mixers"])
     model.backends(resolve_device(settings.trainer.accelerator))  # refuses what is not to be had there
@@ -112,10 +118,10 @@ def build(settings: Settings) -> tuple[TrainingModule, DataModule]:
     if settings.trainer.compile:
         model.compile_blocks()
     metadata = {
-        "tokenizer": data.tokenizer.json,
-        "eot_token": data.tokenizer.eot_token,
+        "tokenizer": data.tokenizer and data.tokenizer.json,
+        "eot_token": data.tokenizer and data.tokenizer.eot_token,
         "data": {name: value for name, value in settings.options["data"].items() if name != "cache_dir"},
-        "text": [data.train.manifest.key, data.val.manifest.key],
+        "text": data.identity,
         "optimizer": settings.optim.optimizer,
         "batches": {
             "seed": settings.run.seed,
@@ -125,20 +131,21 @@ def build(settings: Settings) -> tuple[TrainingModule, DataModule]:
         },
     }
     cuda_graph = settings.trainer.uses_cuda_graph(settings.data.isolate_documents)
+    new_tally = partial(TaskTally, data.config.task.slice_names) if isinstance(data, TaskDataModule) else Tally
     max_steps = settings.trainer.max_steps
-    return TrainingModule(model, settings.optim, max_steps, metadata, data.val_bytes, cuda_graph), data
+    return TrainingModule(model, settings.optim, max_steps, metadata, data.val_bytes, cuda_graph, new_tally), data
 
 
 def fit(
     settings: Settings,
     module: TrainingModule,
-    data: DataModule,
+    data: BaseDataModule,
     folder: Path,
     checkpoint: Path | None,
     resumed_step: int,
 ) -> dict[str, Any]:
-    """Train in `folder`, from `checkpoint` on if there is one, evaluate, summarise and sample."""
-    samples = Samples(data.tokenizer, settings.samples, folder / "samples")
+    """Train in `folder`, from `checkpoint` on if there is one, evaluate, summarise, and sample if there is text."""
+    samples = None if data.tokenizer is None else Samples(data.tokenizer, settings.samples, folder / "samples")
     seq_len = settings.data.seq_len
     monitor = Monitor(settings.trainer.log_every, settings.trainer.batch_size * seq_len, seq_len)
     about = identity(folder)
@@ -154,25 +161,32 @@ def fit(
         if not trainer.is_global_zero:
             return {}
         device = resolve_device(settings.trainer.accelerator)
+        module.to(device)  # Lightning has left it on the CPU
+        tests = {}
+        if isinstance(data, TaskDataModule):
+            with arithmetic(settings.trainer.precision, device):
+                tests = score_tests(module.model, data, device)
         tokens = trainer.global_step * monitor.tokens_per_step
-        outcome = Outcome(module, device, data, trainer.global_step, tokens, monitor.average, about["revision"])
+        outcome = Outcome(module, device, data, tests, trainer.global_step, tokens, monitor.average, about["revision"])
         summary = summarise(outcome, folder)
         log_summary(summary)
-        samples.show(module.to(device))  # Lightning has left it on the CPU
+        if samples is not None:
+            samples.show(module)
     return summary
 
 
 def build_trainer(
-    config: TrainerConfig, folder: Path, loggers: list[Logger], samples: Samples, monitor: Monitor
+    config: TrainerConfig, folder: Path, loggers: list[Logger], samples: Samples | None, monitor: Monitor
 ) -> lightning.Trainer:
     """A Lightning Trainer for one run of one epoch: a batch is an optimizer step, so all its counts are steps."""
     device = resolve_device(config.accelerator)
     stop = StopOnSignal()
     save = SaveCheckpoints(folder / "checkpoints", config.save_every, config.val_every, config.max_steps, stop)
-    callbacks: list[Callback] = [samples, monitor, ProgressLine(monitor), stop, save]
+    callbacks: list[Callback] = [] if samples is None else [samples]
     if config.ema_decay is not None:
         # After the samples: they are drawn from the averaged weights, before these leave the model again.
-        callbacks.insert(1, EMAWeightAveraging(decay=config.ema_decay))
+        callbacks.append(EMAWeightAveraging(decay=config.ema_decay))
+    callbacks += [monitor, ProgressLine(monitor), stop, save]
     return lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=config.devices,

@@ -1,24 +1,17 @@
-"""The DataModule: from a DataConfig to a tokenizer, token files and loaders.
-
-One Lightning batch is one optimizer step (a list of micro-batches, see `data.packing`), and a run is one
-Lightning epoch of `max_steps` batches, so the step is the whole state of the loader and nothing needs saving.
-On resume the loader starts at the step after the checkpoint's, while its length stays `max_steps`: Lightning
-compares it with its own restored batch counter. Use `Trainer(max_epochs=1, use_distributed_sampler=False)`.
-"""
+"""Text to batches: from a DataConfig to a tokenizer, token files and loaders."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import lightning
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
 from data import packing
 from data.corpora import Corpus, Part, file_corpus, sotu_corpus
 from data.errors import DataError
+from data.loading import BaseDataModule
 from data.packing import Batch, Shape
 from data.token_file import TokenFile, token_file
 from data.tokenizers import Tokenizer, byte_tokenizer, cached_bpe, load_tokenizer
@@ -83,18 +76,11 @@ class DataConfig:
         return self.seq_len if self.val_stride is None else self.val_stride
 
 
-class DataModule(lightning.LightningDataModule):
-    """Builds or reuses the tokenizer and the token files, and serves them.
+class DataModule(BaseDataModule):
+    """Builds or reuses the tokenizer and the token files, and serves them; see BaseDataModule.
 
-    batch_size        rows of an optimizer step, over all ranks and micro-batches
-    micro_batch_size  rows that go through the model at once; None: all rows of a rank
-    max_steps         optimizer steps of the run
-    seed              of the order of training blocks
-    base_dir          where relative paths of the config start (default: the working directory now)
-    tokenizer         used instead of the one that the config describes: a checkpoint's, say
-
-    `prepare()` does all the work and may be called at any time, before a model that needs `vocab_size` is
-    built. Raises DataError for input that cannot be used.
+    base_dir   where relative paths of the config start (default: the working directory now)
+    tokenizer  used instead of the one that the config describes: a checkpoint's, say
     """
 
     def __init__(
@@ -108,35 +94,23 @@ class DataModule(lightning.LightningDataModule):
         base_dir: Path | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        super().__init__()
-        Shape(config.seq_len, batch_size, micro_batch_size).check()
-        if max_steps < 1:
-            raise DataError(f"max_steps is {max_steps}: it must be at least 1")
-        if seed < 0:
-            raise DataError(f"seed is {seed}: it must not be negative")
+        super().__init__(
+            config.seq_len,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            max_steps=max_steps,
+            seed=seed,
+            num_workers=config.num_workers,
+        )
         self.config = config
-        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
-        self.max_steps, self.seed = max_steps, seed
         self._given_tokenizer = tokenizer
         self._base_dir = base_dir or Path.cwd()
         self._cache_dir = self._base_dir / Path(config.cache_dir).expanduser()
-        self.allow_zero_length_dataloader_with_multiple_devices = True  # a rank may have no validation window
-
-    # ------------------------------------------------------------------------------------- preparing
 
     def prepare(self) -> "DataModule":
-        """Makes or reuses everything on disk and checks that it is enough; idempotent."""
         for file in (self.val, self.train):  # the small one first, as it may be too small
             packing.blocks_per_epoch(file, self.config.seq_len)
         return self
-
-    def prepare_data(self) -> None:
-        """Lightning's hook, called by one process a node."""
-        self.prepare()
-
-    def setup(self, stage: str | None = None) -> None:
-        """Lightning's hook, called by every process."""
-        self.prepare()
 
     def _open(self, files: str | tuple[str, ...]) -> Corpus:
         config = self.config
@@ -186,6 +160,16 @@ class DataModule(lightning.LightningDataModule):
         """Tokens of the validation documents."""
         return token_file(self._parts[1], self.tokenizer, self._cache_dir)
 
+    @property
+    def identity(self) -> list[str]:
+        """Keys of the token files."""
+        return [self.train.manifest.key, self.val.manifest.key]
+
+    @property
+    def contents(self) -> str:
+        kinds = f"{self.vocab_size:,} kinds"
+        return f"{len(self.train):,} tokens to train on, {len(self.val):,} to validate on, of {kinds}"
+
     @cached_property
     def val_windows(self) -> int:
         """Windows that validation covers, over all ranks."""
@@ -209,43 +193,12 @@ class DataModule(lightning.LightningDataModule):
             return self.val.manifest.text_bytes
         return int(self.tokenizer.token_bytes()[self.val.tokens[1:covered]].sum())
 
-    # --------------------------------------------------------------------------------------- loading
+    def train_steps(self, shape: Shape, rank: int) -> "TrainSteps":
+        return TrainSteps(self.train, shape, self.seed, rank, self.config.isolate_documents)
 
-    @property
-    def _rank_and_world(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-
-    @property
-    def start_step(self) -> int:
-        """Steps that the run has behind it: 0, or those of the checkpoint it resumes.
-
-        Lightning's count of batches is used and not `trainer.global_step`, which counts every optimizer of a
-        step and leaves out skipped updates.
-        """
-        if self.trainer is None:
-            return 0
-        return self.trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
-
-    def train_dataloader(self) -> "DataLoader[list[Batch]]":
-        """Steps `start_step` … `max_steps` − 1, each as a list of micro-batches; its len() is `max_steps`."""
-        rank, world = self._rank_and_world
-        shape = Shape(self.config.seq_len, self.batch_size, self.micro_batch_size, world)
-        shape.check()
-        dataset = TrainSteps(self.train, shape, self.seed, rank, self.config.isolate_documents)
-        return self._loader(dataset, RemainingSteps(self.start_step, self.max_steps))
-
-    def val_dataloader(self) -> "DataLoader[Batch]":
+    def val_batches(self, rank: int, world: int) -> "EvalBatches":
         """This rank's validation windows (rank, rank + world, …), `val_batch_size` at a time."""
-        rank, world = self._rank_and_world
-        windows = range(rank, self.val_windows, world)
-        dataset = EvalBatches(self.val, self.config, windows)
-        return self._loader(dataset, range(len(dataset)))
-
-    def _loader(self, dataset: "Dataset[Any]", sampler: Any) -> "DataLoader[Any]":
-        pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(
-            dataset, batch_size=None, sampler=sampler, num_workers=self.config.num_workers, pin_memory=pin
-        )
+        return EvalBatches(self.val, self.config, range(rank, self.val_windows, world))
 
 
 class TrainSteps(Dataset[list[Batch]]):
@@ -272,16 +225,3 @@ class EvalBatches(Dataset[Batch]):
         c = self._config
         windows = self._windows[index * c.val_batch_size : (index + 1) * c.val_batch_size]
         return packing.eval_batch(self._file, c.seq_len, c.stride, windows, c.isolate_documents)
-
-
-class RemainingSteps(Sampler[int]):
-    """Yields start … stop − 1, but has the length of the whole run, which Lightning counts against."""
-
-    def __init__(self, start: int, stop: int) -> None:
-        self._start, self._stop = start, stop
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._start, self._stop))
-
-    def __len__(self) -> int:
-        return self._stop

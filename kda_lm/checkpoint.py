@@ -1,7 +1,8 @@
 """Reading checkpoints: the model, and all that sampling and evaluation need beside it.
 
 A checkpoint is one of Lightning's, of plain values and tensors only (it loads with `weights_only=True`). Its key
-"kda_lm" holds the model's options, the tokenizer and the data options, so that the file is enough by itself.
+"kda_lm" holds the model's options, the tokenizer and the data options, so that the file is enough by itself. What was
+trained on a task has no tokenizer.
 """
 
 from collections.abc import Mapping
@@ -25,10 +26,16 @@ class Checkpoint:
     """A checkpoint ready for use."""
 
     model: LM  # in evaluation mode; with weight averaging, the averaged weights
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None: it was trained on a task
     data: dict[str, Any]  # options of the data it was trained on
-    text: tuple[str, str]  # keys of the token files it was trained and validated on
+    text: tuple[str, ...]  # what identifies them: keys of token files, or the task
     step: int  # finished optimizer steps
+
+    def text_tokenizer(self) -> Tokenizer:
+        """Raises UserError: it was trained on a task."""
+        if self.tokenizer is None:
+            raise UserError(f"the checkpoint was trained on the task {self.data['task']}: it knows no text")
+        return self.tokenizer
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -60,15 +67,15 @@ def open_checkpoint(path: Path, device: torch.device, tokenizer_file: Path | Non
         model.load_state_dict(weights)
     except (KeyError, RuntimeError):
         raise UserError(f"checkpoint {path} does not fit the model that it describes") from None
+    tokenizer = None
     try:
-        tokenizer = (
-            Tokenizer(about["tokenizer"], about["eot_token"])
-            if tokenizer_file is None
-            else load_tokenizer(tokenizer_file, about["eot_token"])
-        )
+        if tokenizer_file is not None:
+            tokenizer = load_tokenizer(tokenizer_file, about["eot_token"])
+        elif about["tokenizer"] is not None:
+            tokenizer = Tokenizer(about["tokenizer"], about["eot_token"])
     except DataError as error:
         raise UserError(str(error)) from None
-    if tokenizer.vocab_size != model.config.vocab_size:
+    if tokenizer is not None and tokenizer.vocab_size != model.config.vocab_size:
         raise UserError(
             f"vocabulary mismatch: the tokenizer has {tokenizer.vocab_size} ids and the model of {path} "
             f"{model.config.vocab_size}; use the tokenizer it was trained with"

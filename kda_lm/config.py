@@ -18,7 +18,8 @@ T = TypeVar("T")
 def read_config(cls: type[T], options: Mapping[str, Any], where: str) -> T:
     """Build the dataclass `cls` from `options`.
 
-    Understands bool, int, float, str, None, Literal, unions of these and lists of them as `tuple[X, ...]`.
+    Understands bool, int, float, str, None, Literal, mappings as `dict[str, Any]`, unions of these and lists of them as
+    `tuple[X, ...]`.
 
     Raises UserError, in one line that starts with `where`: unknown option (the options are listed), missing option,
     wrong type, a choice that does not exist (the choices are listed), or what `__post_init__` objects to.
@@ -71,6 +72,8 @@ def _matches(hint: Any, value: Any) -> bool:
         return value is None
     if typing.get_origin(hint) is Literal:
         return isinstance(value, str) and value in typing.get_args(hint)
+    if typing.get_origin(hint) is dict:
+        return isinstance(value, dict)
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         return isinstance(value, Sequence) and not isinstance(value, str) and all(_matches(item, v) for v in value)
@@ -86,6 +89,8 @@ def _describe(hint: Any) -> str:
         return "null"
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(typing.get_args(hint))
+    if typing.get_origin(hint) is dict:
+        return "options, such as {seq_len: 512}"
     if typing.get_origin(hint) is tuple:
         return f"a list of {_describe(typing.get_args(hint)[0])}"
     names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}

@@ -11,8 +11,10 @@ Every token of the text is a target once, and so is the end of each document, wh
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kda_lm.device import Accelerator, Precision, resolve_device
@@ -43,10 +45,12 @@ class EvaluationConfig(TextConfig):
     seq_len: int | None = None
     stride: int | None = None
     batch_size: int = 8
+    test: tuple[dict[str, Any], ...] = ()
+    samples: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("seq_len", "stride", "batch_size"):
+        for name in ("seq_len", "stride", "batch_size", "samples"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it takes at least 1")
 
@@ -64,6 +68,22 @@ class Score:
         values = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         return {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
 
+    @property
+    def brief(self) -> str:
+        """For a progress line."""
+        return f"{self.loss:.3f}"
+
+    def rows(self, prefix: str) -> dict[str, str]:
+        """For a table."""
+        return {
+            f"{prefix} loss": f"{self.loss:.4f} nats a token over {self.targets:,} tokens",
+            f"{prefix} perplexity": f"{self.perplexity:.2f}",
+            "bits per byte": "unknown" if self.bits_per_byte is None else f"{self.bits_per_byte:.4f}",
+        }
+
+
+T = TypeVar("T", bound="Tally")
+
 
 class Tally:
     """Running sum of −log p over targets."""
@@ -75,6 +95,16 @@ class Tally:
         sums = torch.stack([nll.detach().double(), targets.double()])
         self.sums = sums if self.sums is None else self.sums + sums
 
+    def add_batch(self, model: LM, batch: dict[str, Tensor]) -> None:
+        """{tokens, targets[, cu_seqlens]}, as the data room makes them, on the model's device."""
+        self.add(*model.loss(**batch, z_loss=0.0))
+
+    def over_ranks(self, device: torch.device) -> None:
+        """Add what the other processes of a run have; each of them calls this."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.sums = torch.zeros(2, dtype=torch.float64, device=device) if self.sums is None else self.sums.clone()
+            dist.all_reduce(self.sums)
+
     def score(self, num_bytes: int | None = None) -> Score:
         nll, targets = self.sums.tolist() if self.sums is not None else (0.0, 0.0)
         loss = nll / targets if targets else math.nan
@@ -83,14 +113,18 @@ class Tally:
 
 
 @torch.inference_mode()
+def add_batches(tally: T, model: LM, batches: Iterable[dict[str, Tensor]], device: torch.device) -> T:
+    """`tally`, with the `batches` in it, as the data room makes them, scored on `device`."""
+    training = model.training
+    model.eval()
+    for batch in batches:
+        tally.add_batch(model, {name: tensor.to(device) for name, tensor in batch.items()})
+    model.train(training)
+    return tally
+
+
 def evaluate(
     model: LM, batches: Iterable[dict[str, Tensor]], device: torch.device, num_bytes: int | None = None
 ) -> Score:
-    """Score `batches` of {tokens, targets[, cu_seqlens]}, as the data room makes them, on `device`."""
-    training = model.training
-    model.eval()
-    tally = Tally()
-    for batch in batches:
-        tally.add(*model.loss(**{name: tensor.to(device) for name, tensor in batch.items()}, z_loss=0.0))
-    model.train(training)
-    return tally.score(num_bytes)
+    """Of batches of text."""
+    return add_batches(Tally(), model, batches, device).score(num_bytes)

@@ -237,15 +237,29 @@ class LM(nn.Module):
         _, normed = self.norm.add(x, y)
         return self.logits(normed)
 
+    @staticmethod
+    def outputs_at(x: Tensor, at: Tensor) -> Tensor:
+        """x [B, T, dim] at the positions `at` [B, Q] → [B, Q, dim]."""
+        return x.gather(1, at[:, :, None].expand(-1, -1, x.shape[2]))
+
     def loss(
-        self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, z_loss: float = 0.0
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        cu_seqlens: Tensor | None = None,
+        at: Tensor | None = None,
+        z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Sum of −log p(target), in nats, over the targets that are not −100, and their number.
+
+        Targets are [B, T], or with `at` [B, Q], positions, [B, Q], what comes after those: the head works for no other.
 
         A sum and a count, not a mean: batches and micro-batches then add up whatever their masks. With `z_loss` each
         target also adds z_loss · (log Σ exp logits)², which no score should have in it.
         """
         x, _ = self.hidden_states(tokens, cu_seqlens=cu_seqlens, keep_states=False)
+        if at is not None:
+            x = self.outputs_at(x, at)
         nll = kernels.linear_cross_entropy(x, self.head.weight, targets, z_loss=z_loss)
         return nll, (targets != -100).sum()
 

@@ -3,11 +3,11 @@
 runs/2026-01-31_12-00-00_kda3-softmax/
     config.yaml      the resolved configuration
     run.json         the run's id in wandb, start, and git revision ("dirty" if the work tree differed from it)
-    tokenizer.json   what turned text into tokens
+    tokenizer.json   what turned text into tokens; a task has none
     metrics.csv      one row a logged step
     summary.json     the table printed at the end
     checkpoints/     last.ckpt (latest step), best.ckpt (lowest validation loss)
-    samples/         texts written at every validation
+    samples/         texts written at every validation; of a task none
     wandb/           wandb's own files
 """
 
@@ -203,5 +203,6 @@ def resume_config(config: DictConfig, overrides: Sequence[str]) -> tuple[DictCon
                 "trainer.max_steps=1000 (with + before those that the default configuration lacks)"
             )
         OmegaConf.update(resumed, name, override.value())
-    resumed.data.cache_dir = config.data.cache_dir  # the user's place for caches now, not then
+    if "cache_dir" in resumed.data and "cache_dir" in config.data:
+        resumed.data.cache_dir = config.data.cache_dir  # the user's place for caches now, not then
     return resumed, folder

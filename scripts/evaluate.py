@@ -1,6 +1,7 @@
 """Score a checkpoint, or see whether it gives one answer whichever way it is computed.
 
-    python scripts/evaluate.py ckpt=…            loss, perplexity and bits per byte     configs/evaluate.yaml
+    python scripts/evaluate.py ckpt=…            loss, perplexity and bits per byte; of a task accuracy
+                                                                                        configs/evaluate.yaml
     python scripts/evaluate.py parity ckpt=…     prefill, decoding, splits, batches     configs/parity.yaml
 
 Each shows its options with `--help`.
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from data import DataConfig, DataModule
+from data.tasks import TaskDataModule
 from kda_lm.checkpoint import Checkpoint, open_checkpoint
 from kda_lm.cli import one_line_errors, print_table, quiet_libraries, required_path
 from kda_lm.config import plain, read_config
@@ -27,17 +29,21 @@ from kda_lm.errors import UserError
 from kda_lm.evaluation import EvaluationConfig, Score, TextConfig, evaluate
 from kda_lm.parity import Parity, ParityConfig, compare, places
 from kda_lm.runs import CONFIGS, absolute_paths, from_launch_dir, write_json
+from kda_lm.sources import read_task
+from kda_lm.task_evaluation import TaskScore, score_tests
+
+
+def opened(config: TextConfig) -> tuple[Path, Checkpoint]:
+    path = required_path("ckpt", config.ckpt)
+    tokenizer = None if config.tokenizer is None else from_launch_dir(config.tokenizer)
+    return path, open_checkpoint(path, resolve_device(config.accelerator), tokenizer)
 
 
 def open_text(
-    config: TextConfig, seq_len: int | None, batch_size: int, stride: int | None = None
-) -> tuple[Path, Checkpoint, DataModule]:
-    """The checkpoint, and its validation text or the one that is given, in batches of windows."""
-    device = resolve_device(config.accelerator)
-    path = required_path("ckpt", config.ckpt)
-    tokenizer = None if config.tokenizer is None else from_launch_dir(config.tokenizer)
-    checkpoint = open_checkpoint(path, device, tokenizer)
-
+    config: TextConfig, checkpoint: Checkpoint, seq_len: int | None, batch_size: int, stride: int | None = None
+) -> DataModule:
+    """The checkpoint's validation text or the one that is given, in batches of windows."""
+    tokenizer = checkpoint.text_tokenizer()
     data_options = {**checkpoint.data, "val_batch_size": batch_size, "max_val_windows": None, "val_stride": stride}
     if config.text is not None:
         text = absolute_paths({"files": config.text})["files"]
@@ -51,18 +57,23 @@ def open_text(
         micro_batch_size=None,
         max_steps=1,
         seed=0,
-        tokenizer=checkpoint.tokenizer,
+        tokenizer=tokenizer,
     )
     if config.text is None and config.tokenizer is None and data.val.manifest.key != checkpoint.text[1]:
         raise UserError("the text that this checkpoint was trained on has changed since; say what to score with text=…")
-    return path, checkpoint, data
+    return data
 
 
-def run(options: DictConfig) -> Score:
-    """Evaluate as configs/evaluate.yaml says, print the table, and return the score."""
+def run(options: DictConfig) -> Score | dict[str, TaskScore]:
+    """Evaluate as configs/evaluate.yaml says, print the table, and return the score; of a task those of its tests."""
     config = read_config(EvaluationConfig, plain(options), "evaluate")
     device = resolve_device(config.accelerator)
-    path, checkpoint, data = open_text(config, config.seq_len, config.batch_size, config.stride)
+    path, checkpoint = opened(config)
+    if checkpoint.tokenizer is None and "task" in checkpoint.data:
+        return run_tests(config, path, checkpoint)
+    if config.test or config.samples:
+        raise UserError("test= and samples= are for what was trained on a task; this checkpoint was trained on text")
+    data = open_text(config, checkpoint, config.seq_len, config.batch_size, config.stride)
     with arithmetic(config.precision, device):
         console = Console(stderr=True)
         batches = track(
@@ -84,6 +95,31 @@ def run(options: DictConfig) -> Score:
     return score
 
 
+def run_tests(config: EvaluationConfig, path: Path, checkpoint: Checkpoint) -> dict[str, TaskScore]:
+    """Test a task's checkpoint: on what it was trained on, on its run's tests and on those that are given."""
+    for option in ("text", "seq_len", "stride"):
+        if getattr(config, option) is not None:
+            task = checkpoint.data["task"]
+            raise UserError(
+                f"{option}= is for text; this checkpoint was trained on the task {task}, which test= varies"
+            )
+    options = {**checkpoint.data, "val_batch_size": config.batch_size}
+    options["test"] = [*(options.get("test") or []), *config.test]
+    if config.samples is not None:
+        options["test_samples"] = config.samples
+    data = TaskDataModule(read_task(options), batch_size=1, micro_batch_size=None, max_steps=1, seed=0)
+    device = resolve_device(config.accelerator)
+    with arithmetic(config.precision, device):
+        scores = score_tests(checkpoint.model, data, device)
+    print_table("evaluation", {"checkpoint": f"{path}, step {checkpoint.step:,}", "task": checkpoint.data["task"]})
+    for name, score in scores.items():
+        print_table(f"test, {name}", score.rows("test"))
+    if config.json is not None:
+        found = {name: asdict(score) for name, score in scores.items()}
+        write_json(from_launch_dir(config.json), {"checkpoint": str(path), "step": checkpoint.step, "test": found})
+    return scores
+
+
 class BrokenParity(UserError):
     """The model's answers differ: not a slip of the user's."""
 
@@ -97,7 +133,8 @@ def run_parity(options: DictConfig) -> list[Parity]:
     """
     config = read_config(ParityConfig, plain(options), "parity")
     device = resolve_device(config.accelerator)
-    path, checkpoint, data = open_text(config, config.length, config.batch_size)
+    path, checkpoint = opened(config)
+    data = open_text(config, checkpoint, config.length, config.batch_size)
     batch = next(iter(data.val_dataloader()))
     tokens = batch["tokens"].view(-1, config.length).to(device)
     if len(tokens) < config.batch_size or (batch["targets"] == -100).any():

@@ -26,7 +26,7 @@ def run(options: DictConfig) -> list[str]:
     device = resolve_device(config.accelerator)
     tokenizer_file = None if config.tokenizer is None else from_launch_dir(config.tokenizer)
     checkpoint = open_checkpoint(required_path("ckpt", config.ckpt), device, tokenizer_file)
-    tokenizer = checkpoint.tokenizer
+    tokenizer = checkpoint.text_tokenizer()
 
     prompt = tokenizer.begin(config.prompt)
     decoders = [tokenizer.stream(prompt) for _ in range(config.num_samples)]

@@ -39,6 +39,30 @@ TINY = [
     "wandb=false",
 ]
 
+TINY_TASK = [
+    "data=overwrite",
+    "data.seq_len=24",
+    "data.vocab_size=16",
+    "data.num_pairs=2",
+    "data.val_samples=30",
+    "data.test_samples=20",
+    "data.val_batch_size=8",
+    "data.test=[{seq_len: 48}, {num_pairs: 4, rewrites: 0.2}]",
+    "model.dim=16",
+    "model.num_layers=2",
+    "model.pattern=[kda,softmax]",
+    "mixers.kda.num_heads=2",
+    "mixers.softmax.num_heads=2",
+    "trainer.batch_size=8",
+    "trainer.max_steps=6",
+    "trainer.val_every=3",
+    "trainer.save_every=3",
+    "trainer.log_every=1",
+    "trainer.accelerator=cpu",
+    "optim.warmup_steps=2",
+    "wandb=false",
+]
+
 PUBLISHED = ("softmax", "linear", "delta", "gated_delta", "kda")  # the files in configs/mixer
 
 

@@ -6,12 +6,14 @@
     sequences  palindrome, selective copying, stacks, in-context recall with noise and runs
     state      parity, permutations, modular arithmetic
     needle     needles in haystacks, as texts
+    module     TaskConfig and the data module that a trainer takes
 
 TASKS has them by name, but for the needles, which are no ids.
 """
 
 from data.tasks.base import FILLER, Examples, Mixture, Task
 from data.tasks.draws import Draws, Split
+from data.tasks.module import TaskConfig, TaskDataModule
 from data.tasks.recall import MQAR, GlobalReset, Overwrite, PhoneBook, SelectiveReset
 from data.tasks.sequences import InContextRecall, Palindrome, SelectiveCopy, Stacks
 from data.tasks.state import ModularArithmetic, Parity, Permutations
@@ -52,4 +54,6 @@ __all__ = [
     "Split",
     "Stacks",
     "Task",
+    "TaskConfig",
+    "TaskDataModule",
 ]

@@ -9,6 +9,7 @@ question from the tokens before it alone, and where it does not reach 100 % the 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -47,6 +48,11 @@ class Task(ABC):
     seq_len: int
     vocab_size: int
 
+    @property
+    @abstractmethod
+    def most_questions(self) -> int:
+        """That a sample can have: batches are of one size."""
+
     @abstractmethod
     def draw(self, draws: Draws) -> Examples:
         """An example for each sample of `draws`."""
@@ -58,6 +64,16 @@ class Task(ABC):
 
     def examples(self, seed: int, split: Split, indices: Ints) -> Examples:
         return self.draw(Draws(seed, split, indices))
+
+    @property
+    def slice_names(self) -> tuple[str, ...]:
+        """In alphabetical order."""
+        return _slice_names(self)
+
+
+@cache
+def _slice_names(task: Task) -> tuple[str, ...]:
+    return tuple(sorted(task.examples(0, "val", np.arange(1)).slices))
 
 
 @dataclass(frozen=True)
@@ -84,6 +100,10 @@ class Mixture(Task):
     def vocab_size(self) -> int:  # type: ignore[override]
         return max(task.vocab_size for task in self.tasks)
 
+    @property
+    def most_questions(self) -> int:
+        return max(task.most_questions for task in self.tasks)
+
     def draw(self, draws: Draws) -> Examples:
         raise NotImplementedError("the samples of a mixture are drawn by its tasks")
 
@@ -92,7 +112,7 @@ class Mixture(Task):
         limits = np.cumsum(self.weights if self.weights is not None else np.ones(len(self.tasks)))
         which = np.searchsorted(limits, Draws(seed, split, indices).uniform() * limits[-1], side="right")
         parts = {i: self.tasks[i].examples(seed, split, indices[which == i]) for i in np.unique(which).tolist()}
-        names = {name for part in parts.values() for name in part.slices}
+        names = {name for task in self.tasks for name in task.slice_names}
         found = Examples.empty(len(indices), self.seq_len, ("task", *names))
         for name in names:
             found.slices[name] -= 1

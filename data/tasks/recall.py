@@ -43,6 +43,10 @@ class MQAR(Task):
     def queries(self) -> int:
         return self.num_pairs if self.num_queries is None else self.num_queries
 
+    @property
+    def most_questions(self) -> int:
+        return self.queries
+
     def draw(self, draws: Draws) -> Examples:
         n, N, Q, half = len(draws), self.num_pairs, self.queries, self.vocab_size // 2
         keys = 1 + draws.subset(half - 1, N)
@@ -101,15 +105,26 @@ class Overwrite(Task):
             raise DataError(f"rewrites is {self.rewrites}: it takes 0 up to, but not, 1")
         check_room(self, 2 * self.num_pairs + 4, f"{self.num_pairs} pairs and what follows")
 
+    @property
+    def events(self) -> int:
+        """That follow the first writes."""
+        return int((self.seq_len - 2 * self.num_pairs) / (1 + self.rewrites))
+
+    @property
+    def writes(self) -> int:
+        return int(self.events * self.rewrites)
+
+    @property
+    def most_questions(self) -> int:
+        return self.events - self.writes
+
     def draw(self, draws: Draws) -> Examples:
         n, N, half = len(draws), self.num_pairs, self.vocab_size // 2
         keys = 1 + draws.subset(half - 1, N)
         current = half + draws.below(self.vocab_size - half, N)
         found = Examples.empty(n, self.seq_len, ("pairs", "gap", "rewrites"))
         found.tokens[:, 0 : 2 * N : 2], found.tokens[:, 1 : 2 * N : 2] = keys, current
-        rest = self.seq_len - 2 * N
-        events = int(rest / (1 + self.rewrites))
-        writes = int(events * self.rewrites)
+        events, writes = self.events, self.writes
         writing = draws.subset(events, events) < writes
         which, new = draws.below(N, events), half + draws.below(self.vocab_size - half, events)
         at = np.full(n, 2 * N)
@@ -183,6 +198,10 @@ class GlobalReset(Task):
     @property
     def rounds(self) -> int:
         return self.seq_len // self.round_len
+
+    @property
+    def most_questions(self) -> int:
+        return self.rounds * self.num_queries
 
     def draw(self, draws: Draws) -> Examples:
         n, N, Q, R = len(draws), self.num_pairs, self.num_queries, self.rounds
@@ -269,6 +288,10 @@ class SelectiveReset(Task):
     def rounds(self) -> int:
         return self.seq_len // self.round_len
 
+    @property
+    def most_questions(self) -> int:
+        return self.rounds * self.num_queries
+
     def draw(self, draws: Draws) -> Examples:
         n, N, Q, R = len(draws), self.num_pairs, self.num_queries, self.rounds
         keys = self.first_key + draws.subset(self.keys, R * N)
@@ -345,6 +368,10 @@ class PhoneBook(Task):
     @property
     def vocab_size(self) -> int:  # type: ignore[override]
         return self.FIRST_NAME + 2 * self.num_names
+
+    @property
+    def most_questions(self) -> int:
+        return self.num_queries * self.digits
 
     def draw(self, draws: Draws) -> Examples:
         n, N, Q, d = len(draws), self.num_entries, self.num_queries, self.digits

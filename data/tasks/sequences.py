@@ -31,6 +31,10 @@ class Palindrome(Task):
         if self.seq_len % 2:
             raise DataError(f"seq_len is {self.seq_len}: it must be even")
 
+    @property
+    def most_questions(self) -> int:
+        return self.seq_len // 2 - 1
+
     def draw(self, draws: Draws) -> Examples:
         n, half = len(draws), self.seq_len // 2
         data = self.FIRST + draws.below(self.vocab_size - self.FIRST, half)
@@ -65,6 +69,10 @@ class SelectiveCopy(Task):
     def __post_init__(self) -> None:
         check_least(self, vocab_size=3, num_tokens=1)
         check_room(self, 2 * self.num_tokens, f"{self.num_tokens} tokens and as many markers")
+
+    @property
+    def most_questions(self) -> int:
+        return self.num_tokens
 
     def draw(self, draws: Draws) -> Examples:
         n, K = len(draws), self.num_tokens
@@ -107,6 +115,10 @@ class Stacks(Task):
         check_room(self, 6, "a push and a pop")
         if not 0 < self.pop < 1:
             raise DataError(f"pop is {self.pop}: it must lie between 0 and 1")
+
+    @property
+    def most_questions(self) -> int:
+        return self.seq_len // 6  # of three ids, each pop after a push of its own
 
     def draw(self, draws: Draws) -> Examples:
         n, steps = len(draws), self.seq_len // 3
@@ -192,6 +204,10 @@ class InContextRecall(Task):
     @property
     def size(self) -> int:
         return self.key_ids if self.num_keys is None else self.num_keys
+
+    @property
+    def most_questions(self) -> int:
+        return self.seq_len // 2 if self.longest == 1 else self.seq_len
 
     def draw(self, draws: Draws) -> Examples:
         n, N, L, K = len(draws), self.size, self.longest, self.key_ids

@@ -26,6 +26,10 @@ class _Tracking(Task):
         if self.min_len > self.seq_len:
             raise DataError(f"min_len is {self.min_len}: it takes 1 to seq_len = {self.seq_len}")
 
+    @property
+    def most_questions(self) -> int:
+        return self.seq_len if self.ask == "each" else 1
+
     def fill(self, draws: Draws, tokens: Ints, states: Ints) -> Examples:
         """Examples of `tokens` and the states after them [n, seq_len], ids, cut to random lengths."""
         lengths = self.min_len + draws.below(self.seq_len - self.min_len + 1)[:, None]
@@ -136,6 +140,10 @@ class ModularArithmetic(Task):
     @property
     def vocab_size(self) -> int:  # type: ignore[override]
         return self.FIRST + self.modulus
+
+    @property
+    def most_questions(self) -> int:
+        return 1
 
     def draw(self, draws: Draws) -> Examples:
         n, most = len(draws), self.seq_len // 2

@@ -155,7 +155,7 @@ class ProgressLine(Callback):
         if self.monitor.loss is not None:
             parts.append(f"loss {self.monitor.loss:.3f}")
         if score is not None:
-            parts.append(f"val {score.loss:.3f}")
+            parts.append(f"val {score.brief}")
         if speed is not None:
             parts.append(f"{speed:,.0f} tokens/s")
         if self._bar is not None:

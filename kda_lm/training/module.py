@@ -13,6 +13,7 @@ With `cuda_graph` a micro-batch's forward and backward are recorded once and rep
 """
 
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kda_lm.errors import UserError
 from kda_lm.evaluation import Score, Tally
 from kda_lm.model import LM
+from kda_lm.task_evaluation import TaskScore
 from kda_lm.training.graph import Recorded
 from kda_lm.training.optim import OptimConfig, apply_options, build_optimizer, lr_factor, set_learning_rate
 
@@ -44,6 +46,7 @@ class TrainingModule(lightning.LightningModule):
         metadata: dict[str, Any],
         val_bytes: int | None = None,
         cuda_graph: bool = False,
+        new_tally: Callable[[], Tally] = Tally,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -53,8 +56,9 @@ class TrainingModule(lightning.LightningModule):
         self.metadata = metadata
         self.val_bytes = val_bytes
         self.cuda_graph = cuda_graph  # on one GPU, without cu_seqlens
-        self.val_score: Score | None = None  # the latest validation's
-        self._tally = Tally()
+        self.val_score: Score | TaskScore | None = None  # the latest validation's
+        self._new_tally = new_tally
+        self._tally = new_tally()
         self._saved_rng: dict[str, Any] | None = None
         self._recorded: Recorded | None = None
         self._activations = 0  # bytes that the last forward left for its backward
@@ -127,14 +131,13 @@ class TrainingModule(lightning.LightningModule):
             super().on_validation_model_zero_grad()
 
     def on_validation_epoch_start(self) -> None:
-        self._tally = Tally()
+        self._tally = self._new_tally()
 
     def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
-        self._tally.add(*self.model.loss(**batch, z_loss=0.0))
+        self._tally.add_batch(self.model, batch)
 
     def on_validation_epoch_end(self) -> None:
-        if self._tally.sums is not None:
-            self._tally.sums = self._sum_over_ranks(self._tally.sums)
+        self._tally.over_ranks(self.device)
         self.val_score = self._tally.score(self.val_bytes)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -3,24 +3,25 @@
 import json
 import platform
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data import DataModule
+from data import BaseDataModule
 from kda_lm.cli import print_table
 from kda_lm.device import resolve_device, resolve_precision
 from kda_lm.model import LM
 from kda_lm.runs import write_json
+from kda_lm.task_evaluation import TaskScore
 from kda_lm.training.config import TrainerConfig
 from kda_lm.training.module import TrainingModule
 
 
-def describe(model: LM, config: TrainerConfig, data: DataModule, folder: Path) -> None:
+def describe(model: LM, config: TrainerConfig, data: BaseDataModule, folder: Path) -> None:
     """Print what is about to run."""
-    seq_len = data.config.seq_len
+    seq_len = data.seq_len
     device = resolve_device(config.accelerator)
     precision = resolve_precision(config.precision, device)
     outside = model.num_parameters(embeddings=False)
@@ -29,7 +30,7 @@ def describe(model: LM, config: TrainerConfig, data: DataModule, folder: Path) -
         "parameters": f"{model.num_parameters():,}, {outside:,} of them outside the embedding",
         "state a sequence": f"{model.state_bytes(seq_len):,} bytes at {seq_len} tokens, caches in bf16",
         "training cost": f"{3 * model.flops_per_token(seq_len) / 1e6:.1f} MFLOP a token",
-        "tokens": f"{len(data.train):,} to train on, {len(data.val):,} to validate on, of {data.vocab_size:,} kinds",
+        "data": data.contents,
         "run": f"{config.max_steps} steps of {config.batch_size} × {seq_len} tokens",
         "device": f"{device.type}, {precision}, kernels: {', '.join(model.backends(device))}",
         "run folder": str(folder),
@@ -43,7 +44,8 @@ class Outcome:
 
     module: TrainingModule
     device: torch.device
-    data: DataModule
+    data: BaseDataModule
+    tests: dict[str, TaskScore]  # of a task, by name
     steps: int
     tokens: int
     tokens_per_second: float | None
@@ -52,7 +54,7 @@ class Outcome:
 
 def summarise(outcome: Outcome, folder: Path) -> dict[str, Any]:
     """Write summary.json, print the final table, and return the summary."""
-    module, seq_len = outcome.module, outcome.data.config.seq_len
+    module, seq_len = outcome.module, outcome.data.seq_len
     model, score = module.model, module.val_score
     assert score is not None
     path = folder / "summary.json"
@@ -66,6 +68,7 @@ def summarise(outcome: Outcome, folder: Path) -> dict[str, Any]:
         "tokens": outcome.tokens,
         **score.metrics("val"),
         "val/targets": score.targets,
+        **({"test": {name: asdict(test) for name, test in outcome.tests.items()}} if outcome.tests else {}),
         "tokens_per_second": speed,
         "parameters": model.num_parameters(),
         "forward_flops_per_token": model.flops_per_token(seq_len),
@@ -80,11 +83,11 @@ def summarise(outcome: Outcome, folder: Path) -> dict[str, Any]:
     rows = {
         "steps": f"{outcome.steps:,}",
         "training tokens": f"{outcome.tokens:,}",
-        "validation loss": f"{score.loss:.4f} nats a token over {score.targets:,} tokens",
-        "validation perplexity": f"{score.perplexity:.2f}",
-        "bits per byte": "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}",
+        **score.rows("validation"),
         "speed": "unknown" if speed is None else f"{speed:,.0f} tokens/s",
         "run folder": str(folder),
     }
     print_table("result", rows)
+    for name, test in outcome.tests.items():
+        print_table(f"test, {name}", test.rows("test"))
     return summary

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import PUBLISHED, compose_config
+from support import PUBLISHED, TINY_TASK, compose_config
 
 from kda_lm.checkpoint import read_checkpoint
 from kda_lm.errors import UserError
@@ -68,6 +68,19 @@ def test_a_cuda_graph_changes_nothing(
     (rows, state), (plain_rows, plain_state) = results
     assert rows == plain_rows
     assert [name for name, value in state.items() if not torch.equal(value, plain_state[name])] == []
+
+
+def test_a_task_on_the_gpu() -> None:
+    """With questions at some positions alone, recorded or not: the same bits."""
+    from train import train
+
+    summaries = []
+    for graph in ("true", "false"):
+        words = [*TINY_TASK, "trainer.accelerator=auto", f"trainer.cuda_graph={graph}", f"run_dir=task-{graph}"]
+        summary = train(compose_config("train", *words))
+        assert summary["device"] == torch.cuda.get_device_name()
+        summaries.append((summary["val/loss"], summary["test"]))
+    assert summaries[0] == summaries[1]
 
 
 def test_what_cannot_be_recorded(
