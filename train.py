@@ -25,7 +25,8 @@ from kda_lm.cli import exit_status, one_line_errors, quiet_libraries
 from kda_lm.config import plain, read_config
 from kda_lm.device import arithmetic, resolve_device, resolve_precision
 from kda_lm.errors import UserError
-from kda_lm.evaluation import Tally
+from kda_lm.evaluation.tasks import TaskTally, score_tests
+from kda_lm.evaluation.text import Tally
 from kda_lm.model import LM, LMConfig
 from kda_lm.runs import (
     CONFIGS,
@@ -38,7 +39,6 @@ from kda_lm.runs import (
     resume_config,
 )
 from kda_lm.sources import SourceConfig, open_source, read_source
-from kda_lm.task_evaluation import TaskTally, score_tests
 from kda_lm.training.callbacks import Monitor, ProgressLine, Samples
 from kda_lm.training.checkpoint import AtomicCheckpointIO, SaveCheckpoints
 from kda_lm.training.config import RunConfig, SamplesConfig, TrainerConfig

@@ -20,7 +20,7 @@ from kda_lm.checkpoint import read_checkpoint
 from kda_lm.cli import one_line_errors
 from kda_lm.errors import UserError
 from kda_lm.runs import locked
-from scripts.evaluate import run as run_evaluate
+from scripts.evaluating.score import run as run_evaluate
 from scripts.sample import run as run_sample
 
 Run = Callable[..., tuple[dict[str, Any], Path]]

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kda_lm.errors import UserError
-from kda_lm.evaluation import Score, Tally
+from kda_lm.evaluation.tasks import TaskScore
+from kda_lm.evaluation.text import Score, Tally
 from kda_lm.model import LM
-from kda_lm.task_evaluation import TaskScore
 from kda_lm.training.graph import Recorded
 from kda_lm.training.optim import OptimConfig, apply_options, build_optimizer, lr_factor, set_learning_rate
 

@@ -12,9 +12,9 @@ import torch
 from data import BaseDataModule
 from kda_lm.cli import print_table
 from kda_lm.device import resolve_device, resolve_precision
+from kda_lm.evaluation.tasks import TaskScore
 from kda_lm.model import LM
 from kda_lm.runs import write_json
-from kda_lm.task_evaluation import TaskScore
 from kda_lm.training.config import TrainerConfig
 from kda_lm.training.module import TrainingModule
 

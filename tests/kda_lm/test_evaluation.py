@@ -12,9 +12,9 @@ from support import compose_config, small_options, tiny_lm
 
 from kda_lm.checkpoint import open_checkpoint
 from kda_lm.errors import UserError
-from kda_lm.evaluation import Score, Tally, evaluate
+from kda_lm.evaluation.text import Score, Tally, evaluate
 from kda_lm.model import LM
-from scripts.evaluate import run as run_evaluate
+from scripts.evaluating.score import run as run_evaluate
 
 Run = Callable[..., tuple[dict[str, Any], Path]]
 CPU = torch.device("cpu")

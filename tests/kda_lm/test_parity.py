@@ -11,9 +11,9 @@ import torch
 from support import KINDS, compose_config, small_options, tiny_lm, tokens
 from torch import Tensor
 
-from kda_lm import parity
 from kda_lm.decoding import Decoder
 from kda_lm.errors import UserError
+from kda_lm.evaluation import parity
 from kda_lm.mixers import RecurrentMixer, SoftmaxMixer
 from kda_lm.model import LM
 from scripts import evaluate

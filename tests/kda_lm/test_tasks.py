@@ -17,11 +17,11 @@ from data.tasks import TASKS, Mixture, Overwrite, Parity, TaskDataModule
 from kda_lm.checkpoint import read_checkpoint
 from kda_lm.config import plain
 from kda_lm.errors import UserError
+from kda_lm.evaluation.tasks import TaskTally, accuracy_by, score_tests
 from kda_lm.model import LM
 from kda_lm.sources import read_source, read_task
-from kda_lm.task_evaluation import TaskTally, accuracy_by, score_tests
-from scripts.evaluate import run as run_evaluate
-from scripts.evaluate import run_parity
+from scripts.evaluating.parity import run_parity
+from scripts.evaluating.score import run as run_evaluate
 
 CPU = torch.device("cpu")
 Start = Callable[..., tuple[dict[str, Any], Path]]

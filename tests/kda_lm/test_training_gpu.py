@@ -25,8 +25,8 @@ def test_training_on_the_gpu(
 ) -> None:
     """`auto` trains in bf16 on the GPU; sampling and evaluation agree with the CPU; one answer whichever way it is
     computed; a resumed run goes on."""
-    from scripts.evaluate import run as evaluate
-    from scripts.evaluate import run_parity
+    from scripts.evaluating.parity import run_parity
+    from scripts.evaluating.score import run as evaluate
 
     options = [f"model.pattern=[{kind}]", "trainer.accelerator=auto", f"mixers.{kind}.num_heads=2"]
     summary, folder = run("gpu", *options)

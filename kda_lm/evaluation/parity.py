@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kda_lm.decoding import Decoder
 from kda_lm.device import Precision, arithmetic
-from kda_lm.evaluation import TextConfig
+from kda_lm.evaluation.text import TextConfig
 from kda_lm.model import LM
 
 FLOAT32_BOUND = 1e-4

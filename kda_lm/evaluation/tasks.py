@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.tasks import TaskDataModule
-from kda_lm.evaluation import Tally, add_batches
+from kda_lm.evaluation.text import Tally, add_batches
 from kda_lm.model import LM
 
 MOST_VALUES = 12

@@ -1,0 +1,7 @@
+"""What a checkpoint is worth.
+
+text.py    loss, perplexity and bits per byte
+tasks.py   accuracy on the tasks of data/tasks
+context.py loss by position, and on what the context has shown
+parity.py  whether all ways of computing give one answer
+"""

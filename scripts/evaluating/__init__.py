@@ -1,0 +1,1 @@
+"""The commands of scripts/evaluate.py, a file each, and what they share: common.py."""

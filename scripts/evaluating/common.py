@@ -1,0 +1,67 @@
+"""What the commands of scripts/evaluate.py begin with: a checkpoint, and a text in windows."""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from data import Batch, DataConfig, DataModule
+from kda_lm.checkpoint import Checkpoint, open_checkpoint
+from kda_lm.cli import required_path
+from kda_lm.config import read_config
+from kda_lm.device import resolve_device
+from kda_lm.errors import UserError
+from kda_lm.evaluation.text import TextConfig
+from kda_lm.runs import absolute_paths, from_launch_dir
+
+
+def opened(config: TextConfig) -> tuple[Path, Checkpoint]:
+    path = required_path("ckpt", config.ckpt)
+    tokenizer = None if config.tokenizer is None else from_launch_dir(config.tokenizer)
+    return path, open_checkpoint(path, resolve_device(config.accelerator), tokenizer)
+
+
+def open_text(
+    config: TextConfig, checkpoint: Checkpoint, seq_len: int | None, batch_size: int, stride: int | None = None
+) -> DataModule:
+    """The checkpoint's validation text or the one that is given, in batches of windows."""
+    tokenizer = checkpoint.text_tokenizer()
+    data_options = {**checkpoint.data, "val_batch_size": batch_size, "max_val_windows": None, "val_stride": stride}
+    if config.text is not None:
+        text = absolute_paths({"files": config.text})["files"]
+        data_options.update(corpus="text", files=text, val_files=text, text_key=config.text_key)
+    if seq_len is not None:
+        data_options["seq_len"] = seq_len
+    data_options["cache_dir"] = str(from_launch_dir(config.cache_dir))
+    data = DataModule(
+        read_config(DataConfig, data_options, "data"),
+        batch_size=1,
+        micro_batch_size=None,
+        max_steps=1,
+        seed=0,
+        tokenizer=tokenizer,
+    )
+    if config.text is None and config.tokenizer is None and data.val.manifest.key != checkpoint.text[1]:
+        raise UserError("the text that this checkpoint was trained on has changed since; say what to score with text=…")
+    return data
+
+
+def open_training(config: TextConfig, checkpoint: Checkpoint) -> DataModule:
+    """The data of the checkpoint's run, as it was trained on.
+
+    Raises UserError or DataError: the text is no longer there, or has changed.
+    """
+    options = {**checkpoint.data, "cache_dir": str(from_launch_dir(config.cache_dir))}
+    tokenizer = checkpoint.text_tokenizer()
+    source = read_config(DataConfig, options, "data")
+    data = DataModule(source, batch_size=1, micro_batch_size=None, max_steps=1, seed=0, tokenizer=tokenizer)
+    if config.tokenizer is None and data.train.manifest.key != checkpoint.text[0]:
+        raise UserError("the text that this checkpoint was trained on has changed since; rare=null does without it")
+    return data
+
+
+def progress(batches: Collection[Batch]) -> Iterable[Batch]:
+    """The batches, with a progress bar on a terminal."""
+    console = Console(stderr=True)
+    return track(batches, "scoring", console=console, transient=True, disable=not console.is_terminal)
