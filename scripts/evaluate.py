@@ -1,10 +1,10 @@
 """Score a checkpoint, or see whether it gives one answer whichever way it is computed.
 
-    python scripts/evaluate.py ckpt=…            loss, perplexity, bits per byte; of a task accuracy  configs/evaluate.yaml
-    python scripts/evaluate.py context ckpt=…    loss by position, and on what the context has shown  configs/context.yaml
-    python scripts/evaluate.py parity ckpt=…     prefill, decoding, splits, batches                   configs/parity.yaml
+    python scripts/evaluate.py ckpt=…            loss, perplexity and bits per byte; of a task accuracy
+    python scripts/evaluate.py context ckpt=…    loss by position, and on what the context has shown
+    python scripts/evaluate.py parity ckpt=…     prefill, decoding, splits, batches
 
-Each shows its options with `--help`.
+Each shows its options with `--help`; they are those of configs/evaluate.yaml, context.yaml and parity.yaml.
 """
 
 import sys

@@ -1,10 +1,11 @@
 """What the commands of scripts/evaluate.py begin with: a checkpoint, and a text in windows."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
+from torch.utils.data import DataLoader
 
 from data import Batch, DataConfig, DataModule
 from kda_lm.checkpoint import Checkpoint, open_checkpoint
@@ -61,7 +62,7 @@ def open_training(config: TextConfig, checkpoint: Checkpoint) -> DataModule:
     return data
 
 
-def progress(batches: Collection[Batch]) -> Iterable[Batch]:
+def progress(batches: "DataLoader[Batch]") -> Iterable[Batch]:
     """The batches, with a progress bar on a terminal."""
     console = Console(stderr=True)
     return track(batches, "scoring", console=console, transient=True, disable=not console.is_terminal)

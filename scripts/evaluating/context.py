@@ -35,13 +35,11 @@ def run_context(options: DictConfig) -> ContextScore:
     )
     rows = {_named(first, last): _said(total) for first, last, total in score.ranges()}
     print_table("loss by position, nats a token", rows)
-    often = f"more than {config.rare} times in training"
-    kinds = {
-        "seen before in the window"
-        + ("" if config.rare is None else f", at most {config.rare} times in training"): score.seen,
-        **({} if config.rare is None else {f"seen before in the window, {often}": score.frequent}),
-        "all others": score.other,
-    }
+    before = "seen before in the window"
+    kinds = {before: score.seen, "all others": score.other}
+    if config.rare is not None:
+        seldom, often = (f"{before}, {than} {config.rare} times in training" for than in ("at most", "more than"))
+        kinds = {seldom: score.seen, often: score.frequent, "all others": score.other}
     print_table("loss on bigrams, nats a token", {name: _said(total) for name, total in kinds.items()})
     if config.plot is not None:
         draw(score, checkpoint, from_launch_dir(config.plot))
