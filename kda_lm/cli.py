@@ -53,6 +53,7 @@ def quiet_libraries() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     for name in ("lightning.pytorch", "lightning.fabric", "datasets", "wandb", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of every try of a download
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Advice for loops that Lightning's defaults describe; ours differ on purpose.
     warnings.filterwarnings("ignore", message=r".*does not have many workers.*")

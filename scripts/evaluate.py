@@ -2,9 +2,11 @@
 
     python scripts/evaluate.py ckpt=…            loss, perplexity and bits per byte; of a task accuracy
     python scripts/evaluate.py context ckpt=…    loss by position, and on what the context has shown
+    python scripts/evaluate.py questions ckpt=…  the last word of a passage, facts of the document before
+    python scripts/evaluate.py needle ckpt=…     needles in haystacks, by length and depth
     python scripts/evaluate.py parity ckpt=…     prefill, decoding, splits, batches
 
-Each shows its options with `--help`; they are those of configs/evaluate.yaml, context.yaml and parity.yaml.
+Each shows its options with `--help`; they are those of configs/evaluate.yaml, context.yaml, and so on.
 """
 
 import sys
@@ -20,11 +22,19 @@ from kda_lm.cli import one_line_errors, quiet_libraries
 from kda_lm.errors import UserError
 from kda_lm.runs import CONFIGS
 from scripts.evaluating.context import run_context
+from scripts.evaluating.needle import run_needle
 from scripts.evaluating.parity import run_parity
+from scripts.evaluating.questions import run_questions
 from scripts.evaluating.score import run
 
 # By their configurations.
-COMMANDS: dict[str, Callable[[DictConfig], object]] = {"evaluate": run, "context": run_context, "parity": run_parity}
+COMMANDS: dict[str, Callable[[DictConfig], object]] = {
+    "evaluate": run,
+    "context": run_context,
+    "questions": run_questions,
+    "needle": run_needle,
+    "parity": run_parity,
+}
 
 
 def main() -> None:

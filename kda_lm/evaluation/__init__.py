@@ -1,7 +1,9 @@
 """What a checkpoint is worth.
 
-text.py    loss, perplexity and bits per byte
-tasks.py   accuracy on the tasks of data/tasks
-context.py loss by position, and on what the context has shown
-parity.py  whether all ways of computing give one answer
+text.py         loss, perplexity and bits per byte
+tasks.py        accuracy on the tasks of data/tasks
+context.py      loss by position, and on what the context has shown
+completions.py  continuations of prompts: given ones, and the likeliest
+questions.py    last words, facts of documents, needles in haystacks
+parity.py       whether all ways of computing give one answer
 """

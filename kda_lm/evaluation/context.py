@@ -145,8 +145,11 @@ def measure_context(
     return score
 
 
-def smoothed(positions: list[Sum], most: int = 64) -> Iterator[tuple[float, float]]:
-    """Points of a curve: of at most `most` ranges of positions, each as long as all, the middle and the loss."""
-    for part in np.array_split(np.arange(len(positions)), min(most, len(positions))):
-        total = Sum(sum(positions[i].nats for i in part), sum(positions[i].targets for i in part))
-        yield float(part.mean()), total.loss
+def smoothed(positions: list[Sum]) -> Iterator[tuple[float, float]]:
+    """Points of a curve: of ranges of positions, each half as long again as the one before, the middle and the loss."""
+    first = 0
+    while first < len(positions):
+        end = min(max(3 * first // 2, first + 1), len(positions))
+        part = positions[first:end]
+        yield (first + end - 1) / 2, Sum(sum(x.nats for x in part), sum(x.targets for x in part)).loss
+        first = end

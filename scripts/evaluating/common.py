@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader
 
 from data import Batch, DataConfig, DataModule
+from data.tasks.needle import sentences_of
 from kda_lm.checkpoint import Checkpoint, open_checkpoint
 from kda_lm.cli import required_path
 from kda_lm.config import read_config
@@ -15,6 +18,12 @@ from kda_lm.device import resolve_device
 from kda_lm.errors import UserError
 from kda_lm.evaluation.text import TextConfig
 from kda_lm.runs import absolute_paths, from_launch_dir
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FIGURES = (".png", ".svg", ".pdf")
+HAYSTACK_TOKENS = 1 << 20
 
 
 def opened(config: TextConfig) -> tuple[Path, Checkpoint]:
@@ -66,3 +75,27 @@ def progress(batches: "DataLoader[Batch]") -> Iterable[Batch]:
     """The batches, with a progress bar on a terminal."""
     console = Console(stderr=True)
     return track(batches, "scoring", console=console, transient=True, disable=not console.is_terminal)
+
+
+def haystack(config: TextConfig, checkpoint: Checkpoint) -> list[str]:
+    """Sentences of the checkpoint's validation text, or of the one that is given."""
+    data = open_text(config, checkpoint, None, 1)
+    tokens = data.val.tokens[:HAYSTACK_TOKENS]
+    documents = np.split(tokens, np.flatnonzero(tokens == data.val.manifest.eot_id))
+    tokenizer = checkpoint.text_tokenizer()
+    return [sentence for ids in documents if len(ids) > 1 for sentence in sentences_of(tokenizer.decode(ids[1:]))]
+
+
+def check_figure(plot: str | None) -> None:
+    """Raises UserError: no kind of figure that can be drawn. Better now than after the work."""
+    if plot is not None and Path(plot).suffix not in FIGURES:
+        raise UserError(f"plot is {plot!r}; it takes a file that ends in {', '.join(FIGURES)}")
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Raises UserError: the file can't be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=200)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None

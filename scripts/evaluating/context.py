@@ -8,19 +8,15 @@ from kda_lm.checkpoint import Checkpoint
 from kda_lm.cli import print_table
 from kda_lm.config import plain, read_config
 from kda_lm.device import arithmetic, resolve_device
-from kda_lm.errors import UserError
 from kda_lm.evaluation.context import ContextConfig, ContextScore, Sum, measure_context, smoothed
 from kda_lm.runs import from_launch_dir, write_json
-from scripts.evaluating.common import open_text, open_training, opened, progress
-
-FIGURES = (".png", ".svg", ".pdf")
+from scripts.evaluating.common import check_figure, open_text, open_training, opened, progress, save_figure
 
 
 def run_context(options: DictConfig) -> ContextScore:
     """Measure as configs/context.yaml says, print the tables, draw the figure, and return what was found."""
     config = read_config(ContextConfig, plain(options), "context")
-    if config.plot is not None and Path(config.plot).suffix not in FIGURES:
-        raise UserError(f"plot is {config.plot!r}; it takes a file that ends in {', '.join(FIGURES)}")
+    check_figure(config.plot)
     device = resolve_device(config.accelerator)
     path, checkpoint = opened(config)
     data = open_text(config, checkpoint, config.seq_len, config.batch_size)
@@ -72,10 +68,7 @@ def _number(total: Sum) -> float | None:
 
 
 def draw(score: ContextScore, checkpoint: Checkpoint, path: Path) -> None:
-    """Loss by position; the dashed line is the length that the model was trained at.
-
-    Raises UserError: the file can't be written.
-    """
+    """Loss by position; the dashed line is the length that the model was trained at."""
     from matplotlib.figure import Figure  # here: it takes a second to import
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
@@ -90,8 +83,4 @@ def draw(score: ContextScore, checkpoint: Checkpoint, path: Path) -> None:
     axes.set_ylabel("loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    save_figure(figure, path)
