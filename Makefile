@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 train: $(VENV)/installed
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/installed
+test: $(VENV)/installed $(VENV)/lm-eval
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/installed
@@ -23,6 +23,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 		{ echo "error: $(PYTHON) is older than Python 3.11; try make PYTHON=python3.12 …" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV)/lm-eval: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lm-eval]'
 	@touch $@
 
 clean:

@@ -4,6 +4,7 @@
     python scripts/evaluate.py context ckpt=…    loss by position, and on what the context has shown
     python scripts/evaluate.py questions ckpt=…  the last word of a passage, facts of the document before
     python scripts/evaluate.py needle ckpt=…     needles in haystacks, by length and depth
+    python scripts/evaluate.py lm_eval ckpt=…    tasks of the lm-evaluation-harness
     python scripts/evaluate.py parity ckpt=…     prefill, decoding, splits, batches
 
 Each shows its options with `--help`; they are those of configs/evaluate.yaml, context.yaml, and so on.
@@ -22,6 +23,7 @@ from kda_lm.cli import one_line_errors, quiet_libraries
 from kda_lm.errors import UserError
 from kda_lm.runs import CONFIGS
 from scripts.evaluating.context import run_context
+from scripts.evaluating.lm_eval import run_lm_eval
 from scripts.evaluating.needle import run_needle
 from scripts.evaluating.parity import run_parity
 from scripts.evaluating.questions import run_questions
@@ -33,6 +35,7 @@ COMMANDS: dict[str, Callable[[DictConfig], object]] = {
     "context": run_context,
     "questions": run_questions,
     "needle": run_needle,
+    "lm_eval": run_lm_eval,
     "parity": run_parity,
 }
 
