@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
+from data.tasks import TASKS
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
     line.split("  #")[0].strip()
@@ -28,6 +30,8 @@ SMALL = [
     "samples.max_new_tokens=3",
     "wandb=false",
 ]
+SMALL_TASK = [word for word in SMALL if word not in ("data.seq_len=16", "data.max_val_windows=4")]
+SMALL_TASK += ["data.val_samples=4", "data.test_samples=4"]
 SMALL_TRAINING = ["--sizes", "2x64", "--seq-lens", "64", "--tokens-per-step", "64", "--vocab", "300"]
 SMALL_TRAINING += ["--patterns", "linear", "--steps", "1", "--warmup", "1", "--device", "cpu"]
 SMALL_DECODING = ["--sizes", "1x32", "--head-dim", "16", "--vocab", "300", "--batches", "2", "--contexts", "4"]
@@ -42,6 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "my" / "folder").mkdir(parents=True)
     for i in range(5):
         (folder / "my" / "folder" / f"{i}.txt").write_text("A line of somebody's own text, with words in it.\n" * 20)
+    (folder / "questions.jsonl").write_text('{"text": "It was the best of times"}\n')
     (folder / "book.txt").write_text("It was the best of times, it was the worst of times.\n" * 30)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -71,9 +76,12 @@ def test_python_commands(
     _, script, *arguments = shlex.split(command)
     if script == "train.py" and "--help" not in arguments:
         resumed = any(argument.startswith("resume=") for argument in arguments)
-        arguments += ["trainer.max_steps=3"] if resumed else SMALL
+        on_a_task = any(argument.removeprefix("data=") in TASKS for argument in arguments)
+        arguments += ["trainer.max_steps=3"] if resumed else SMALL_TASK if on_a_task else SMALL
     if script == "scripts/sample.py":
         arguments.append("max_new_tokens=3")
+    if arguments[0] == "needle":
+        arguments += ["lengths=[100]", "samples=2"]
     if script == "scripts/benchmark.py":
         arguments += SMALL_BENCHMARK[arguments[0]]
     try:
