@@ -55,7 +55,7 @@ from kernels.named import (
     fused_recurrent_simple_gla,
 )
 from kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
-from kernels.ops import DECAYS, RULES, chunk, fused_recurrent
+from kernels.ops import DECAYS, RULES, chunk, fused_recurrent, resolve_options
 from kernels.rotary import rotary
 from kernels.short_conv import short_convolution
 from kernels.softmax import softmax_attention, softmax_decode
@@ -83,6 +83,7 @@ __all__ = [
     "gated_rms_norm",
     "linear_cross_entropy",
     "resolve_backend",
+    "resolve_options",
     "rms_norm",
     "rotary",
     "short_convolution",

@@ -116,12 +116,19 @@ def _generic(name: str, form: str, implementations: dict[str, Implementation]) -
             o, state = implementations["triton"](*tensors, *options, inplace_state)
         else:
             with torch.autocast(q.device.type, enabled=False):
-                if use_qk_l2norm_in_kernel:
-                    q, k = _l2norm(q.to(dtype)), _l2norm(k.to(dtype))
-                if use_gate_in_kernel and g is not None and A_log is not None:
-                    g = _log_decay(g.to(dtype), A_log.to(dtype), dt_bias)
-                if use_beta_sigmoid_in_kernel and beta is not None:
-                    beta = beta.to(dtype).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
+                q, k, g, beta = resolve_options(
+                    q,
+                    k,
+                    g,
+                    beta,
+                    dtype,
+                    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                    use_gate_in_kernel=use_gate_in_kernel,
+                    use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                    allow_neg_eigval=allow_neg_eigval,
+                    A_log=A_log,
+                    dt_bias=dt_bias,
+                )
                 o, state = implementations[chosen](q, k, values, g, beta, factor, initial_state, bounds)
         if normalize:
             o = (o[..., :V] / (o[..., V:] + NORMALIZER_EPS)).to(v.dtype)
@@ -202,6 +209,30 @@ def _check_beta(
             "allow_neg_eigval: got True without use_beta_sigmoid_in_kernel, accepted: only with it; "
             "otherwise beta is used as it is, so pass values in (0, 2) for negative eigenvalues"
         )
+
+
+def resolve_options(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """q, k, log-decay and write strength as the recurrence has them; what an option changes is in `dtype`."""
+    if use_qk_l2norm_in_kernel:
+        q, k = _l2norm(q.to(dtype)), _l2norm(k.to(dtype))
+    if use_gate_in_kernel and g is not None and A_log is not None:
+        g = _log_decay(g.to(dtype), A_log.to(dtype), dt_bias)
+    if use_beta_sigmoid_in_kernel and beta is not None:
+        beta = beta.to(dtype).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
+    return q, k, g, beta
 
 
 def _l2norm(x: Tensor) -> Tensor:

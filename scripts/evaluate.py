@@ -4,6 +4,7 @@
     python scripts/evaluate.py context ckpt=…    loss by position, and on what the context has shown
     python scripts/evaluate.py questions ckpt=…  the last word of a passage, facts of the document before
     python scripts/evaluate.py needle ckpt=…     needles in haystacks, by length and depth
+    python scripts/evaluate.py memory ckpt=…     what the state of each recurrent layer does with a text
     python scripts/evaluate.py lm_eval ckpt=…    tasks of the lm-evaluation-harness
     python scripts/evaluate.py parity ckpt=…     prefill, decoding, splits, batches
 
@@ -24,6 +25,7 @@ from kda_lm.errors import UserError
 from kda_lm.runs import CONFIGS
 from scripts.evaluating.context import run_context
 from scripts.evaluating.lm_eval import run_lm_eval
+from scripts.evaluating.memory import run_memory
 from scripts.evaluating.needle import run_needle
 from scripts.evaluating.parity import run_parity
 from scripts.evaluating.questions import run_questions
@@ -35,6 +37,7 @@ COMMANDS: dict[str, Callable[[DictConfig], object]] = {
     "context": run_context,
     "questions": run_questions,
     "needle": run_needle,
+    "memory": run_memory,
     "lm_eval": run_lm_eval,
     "parity": run_parity,
 }

@@ -134,37 +134,55 @@ class RecurrentMixer(Mixer):
         return self._mix(form, self.project(x, cache.conv, inplace_state=True), cache.memory, inplace_state=True)[0]
 
     def _mix(
-        self, form: Callable[..., Any], projected: Projected, memory: Tensor | None, **options: Any
+        self, form: Callable[..., Any], projected: Projected, memory: Tensor | None, **more: Any
     ) -> tuple[Tensor, Tensor]:
         """y [B, T, dim] and the memory after the last token; `form` is `chunk` or `fused_recurrent` of kernels."""
+        opening, tensors, options = self._inputs(projected)
+        o, memory = form(
+            *tensors,
+            rule=self.config.rule,
+            decay=self.config.decay,
+            initial_state=memory,
+            output_final_state=True,
+            normalize=self.config.normalize,
+            backend=self.config.backend,
+            **options,
+            **more,
+        )
+        assert memory is not None
+        return self.out_proj(self._output(o, opening).flatten(-2)), memory
+
+    def _inputs(
+        self, projected: Projected
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
+        """The output gate's opening; q, k, v, raw decay and raw write strength of the kernels, heads split off; and
+        what of these the kernels are to do themselves.
+        """
         config, gates = self.config, iter(projected.gates)
         q, k = (_feature_map(config.feature_map, z) for z in (projected.q, projected.k))
         g = None if self.decay is None else self.decay(next(gates))
         opening = None if self.output_gate is None else self.output_gate(next(gates))
         beta = None if self.write is None else self.write(next(gates))
         timescale = None if self.decay is None else self.decay.timescale
-        o, memory = form(
-            q.unflatten(-1, (config.num_heads, -1)),
-            k.unflatten(-1, (config.num_heads, -1)),
-            projected.v.unflatten(-1, (config.value_heads, -1)),
-            g,
-            beta,
-            rule=config.rule,
-            decay=config.decay,
-            initial_state=memory,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=config.qk_norm == "l2",
-            use_gate_in_kernel=timescale is not None,
-            use_beta_sigmoid_in_kernel=self.write is not None,
-            allow_neg_eigval=config.allow_neg_eigval,
-            normalize=config.normalize,
-            A_log=None if timescale is None else timescale.A_log,
-            dt_bias=None if timescale is None else timescale.dt_bias,
-            backend=config.backend,
-            **options,
-        )
-        assert memory is not None
-        return self.out_proj(self._output(o, opening).flatten(-2)), memory
+        heads = (config.num_heads, config.num_heads, config.value_heads)
+        q, k, v = (z.unflatten(-1, (count, -1)) for z, count in zip((q, k, projected.v), heads, strict=True))
+        options = {
+            "use_qk_l2norm_in_kernel": config.qk_norm == "l2",
+            "use_gate_in_kernel": timescale is not None,
+            "use_beta_sigmoid_in_kernel": self.write is not None,
+            "allow_neg_eigval": config.allow_neg_eigval,
+            "A_log": None if timescale is None else timescale.A_log,
+            "dt_bias": None if timescale is None else timescale.dt_bias,
+        }
+        return opening, (q, k, v, g, beta), options
+
+    def memory_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What is written to the memory of texts x [B, T, dim] from their start: keys [B, T, H, K], values
+        [B, T, HV, V], log-decay [B, T, HV(, K)] and write strength [B, T, HV], or None where there is none.
+        """
+        _, (q, k, v, g, beta), options = self._inputs(self.project(x, None))
+        _, k, g, beta = kernels.resolve_options(q, k, g, beta, torch.float32, **options)
+        return k, v, g, beta
 
     def _output(self, o: Tensor, opening: Tensor | None) -> Tensor:
         """act(opening) ⊙ RMSNorm_head(o), or what there is of it; [B, T, HV, V]."""
