@@ -43,6 +43,8 @@ def open_text(
         data_options.update(corpus="text", files=text, val_files=text, text_key=config.text_key)
     if seq_len is not None:
         data_options["seq_len"] = seq_len
+    if stride is not None and stride > data_options["seq_len"]:
+        raise UserError(f"stride is {stride}; it takes at most seq_len = {data_options['seq_len']}")
     data_options["cache_dir"] = str(from_launch_dir(config.cache_dir))
     data = DataModule(
         read_config(DataConfig, data_options, "data"),

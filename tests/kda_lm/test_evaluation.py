@@ -164,7 +164,7 @@ def test_evaluate_with_strides(run: Run) -> None:
     assert scores[1].loss == pytest.approx(nll / (len(ids) - 1), rel=1e-5)
     assert {score.targets for score in scores.values()} == {len(ids) - 1}
     assert len({round(score.loss, 6) for score in scores.values()}) == 3
-    with pytest.raises(UserError, match=r"val_stride is 13: it must be at most seq_len = 12"):
+    with pytest.raises(UserError, match=r"stride is 13; it takes at most seq_len = 12"):
         score_of(ckpt, "seq_len=12", "stride=13")
 
 

@@ -34,6 +34,12 @@ def following(stage, phase, STAGES: gl.constexpr):
     return stage, phase
 
 
+@gluon.jit
+def of_stage(barriers, kind: gl.constexpr, stage, STAGES: gl.constexpr):
+    """The barrier of a kind and a stage: two that are of no stage come first, then all stages' of each kind."""
+    return barriers.index(2 + kind * STAGES + stage)
+
+
 def readable(x: Tensor) -> Tensor:
     """x [B, T, H, D] or a copy of it that the TMA unit can read: all rows begin at multiples of 16 bytes."""
     steps = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]

@@ -41,6 +41,7 @@ from kernels.gpu.attention.hopper import (
     described,
     exp2,
     following,
+    of_stage,
     readable,
 )
 from kernels.gpu.attention.tiles import NEAR_BYTES
@@ -128,11 +129,6 @@ def triangle(block):
 # Barriers of d_kv: two of the keys and values, then those of each stage.
 KV_FULL, KV_EMPTY = gl.constexpr(0), gl.constexpr(1)
 Q_FULL, DO_FULL, BOTH_EMPTY = (gl.constexpr(i) for i in range(3))
-
-
-@gluon.jit
-def of_stage(barriers, kind: gl.constexpr, stage, STAGES: gl.constexpr):
-    return barriers.index(2 + kind * STAGES + stage)
 
 
 @gluon.jit

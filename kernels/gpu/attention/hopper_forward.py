@@ -33,6 +33,7 @@ from kernels.gpu.attention.hopper import (
     described,
     exp2,
     following,
+    of_stage,
     readable,
 )
 from kernels.gpu.attention.tiles import NEAR_BYTES, HopperBlocks
@@ -52,11 +53,6 @@ def tile_place(tile, blocks, heads, near):
     inside = tile - group * (blocks * near)
     width = gl.minimum(near, heads - group * near)
     return blocks - 1 - inside // width, group * near + inside % width
-
-
-@gluon.jit
-def of_stage(barriers, kind: gl.constexpr, stage, STAGES: gl.constexpr):
-    return barriers.index(2 + kind * STAGES + stage)
 
 
 @gluon.jit
