@@ -4,10 +4,12 @@
     squad    {"context", "question", "answers": {"text": […]}}, or SQuAD's own nested JSON; or {"text", "value"}, a text
              that ends where the answer begins, as in Based's sets (Arora et al. 2024, arXiv 2402.18668)
     fda swde {"text", "value"}: a fact of the document above it
+    names    of any text: a name that has come before (`names_seen_before`)
 
 A hub name needs the network or a filled cache; local files need neither.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ HUB: dict[str, tuple[str, str | None, str]] = {
     "fda": ("hazyresearch/based-fda", None, "validation"),
     "swde": ("hazyresearch/based-swde", None, "validation"),
 }
+# A capitalised word that does not begin a sentence.
+NAME = re.compile(r"(?<=[a-z,;] )[A-Z][a-z]{2,}")
 TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
 LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -44,6 +48,20 @@ def questions(name: str, files: str | Sequence[str] | None, cache_dir: Path, bas
     found = list(_last_words(rows) if name == "lambada" else _documents(rows))
     if not found:
         raise DataError(f"no questions in {files or HUB[name][0]}")
+    return found
+
+
+def names_seen_before(documents: Iterable[str], characters: int) -> list[Question]:
+    """Each name of a document where it comes again: the `characters` before it hold it, and end where it is to be said.
+
+    A name is a capitalised word within a sentence; what stands alone or in another case does not count as seen.
+    """
+    found = []
+    for text in documents:
+        for match in NAME.finditer(text):
+            before = text[max(0, match.start() - characters) : match.start()]
+            if re.search(rf"\b{match[0]}\b", before):
+                found.append(Question(before.rstrip(), (match[0],)))
     return found
 
 

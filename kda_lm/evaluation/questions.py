@@ -1,6 +1,6 @@
-"""Questions in words: the last word of a passage, a fact of a document, a needle in a haystack.
+"""Questions in words: the last word of a passage, a name that came before, a fact of a document, a needle in hay.
 
-last word  accuracy: all its tokens are the likeliest ones; perplexity: exp of the mean −log p of a word
+word       accuracy: all its tokens are the likeliest ones; perplexity: exp of the mean −log p of a word
 document   what the model says next, up to its line's end, contains an answer, whatever the case of letters
 needle     the value is what the model says: all its tokens are the likeliest ones
 """
@@ -24,9 +24,10 @@ Kind = Literal["repeated", "text", "uuid"]
 
 @dataclass(frozen=True)
 class QuestionsConfig(TextConfig):
-    """Options of `scripts/evaluate.py questions`; see configs/questions.yaml. `text` is not taken."""
+    """Options of `scripts/evaluate.py questions`; see configs/questions.yaml. `text` is of `names` alone."""
 
-    set: Literal["lambada", "squad", "fda", "swde"] = "lambada"
+    set: Literal["lambada", "squad", "fda", "swde", "names"] = "lambada"
+    characters: int = 1000
     files: str | tuple[str, ...] | None = None
     limit: int | None = None
     max_new_tokens: int = 48
@@ -34,10 +35,14 @@ class QuestionsConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("limit", "max_new_tokens", "batch_tokens"):
+        for name in ("limit", "max_new_tokens", "batch_tokens", "characters"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it takes at least 1")
+        if self.set == "names" and self.files is not None:
+            raise ValueError("files is set; the names are of a text, which text= gives")
+        if self.set != "names" and self.text is not None:
+            raise ValueError(f"text is set; the questions of {self.set} come from files= or the hub")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from rich.progress import track
 from torch.utils.data import DataLoader
 
 from data import Batch, DataConfig, DataModule
-from data.tasks.needle import sentences_of
 from kda_lm.checkpoint import Checkpoint, open_checkpoint
 from kda_lm.cli import required_path
 from kda_lm.config import read_config
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FIGURES = (".png", ".svg", ".pdf")
-HAYSTACK_TOKENS = 1 << 20
+MOST_TOKENS = 1 << 20
 
 
 def opened(config: TextConfig) -> tuple[Path, Checkpoint]:
@@ -79,13 +78,13 @@ def progress(batches: "DataLoader[Batch]") -> Iterable[Batch]:
     return track(batches, "scoring", console=console, transient=True, disable=not console.is_terminal)
 
 
-def haystack(config: TextConfig, checkpoint: Checkpoint) -> list[str]:
-    """Sentences of the checkpoint's validation text, or of the one that is given."""
+def documents(config: TextConfig, checkpoint: Checkpoint) -> list[str]:
+    """The first of the checkpoint's validation text, or of the one that is given, MOST_TOKENS long together."""
     data = open_text(config, checkpoint, None, 1)
-    tokens = data.val.tokens[:HAYSTACK_TOKENS]
-    documents = np.split(tokens, np.flatnonzero(tokens == data.val.manifest.eot_id))
+    tokens = data.val.tokens[:MOST_TOKENS]
+    parts = np.split(tokens, np.flatnonzero(tokens == data.val.manifest.eot_id))
     tokenizer = checkpoint.text_tokenizer()
-    return [sentence for ids in documents if len(ids) > 1 for sentence in sentences_of(tokenizer.decode(ids[1:]))]
+    return [tokenizer.decode(ids[1:]) for ids in parts if len(ids) > 1]
 
 
 def check_figure(plot: str | None) -> None:

@@ -7,12 +7,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import track
 
+from data.tasks.needle import sentences_of
 from kda_lm.cli import print_table
 from kda_lm.config import plain, read_config
 from kda_lm.device import arithmetic, resolve_device
 from kda_lm.evaluation.questions import Cell, NeedleConfig, find_needles
 from kda_lm.runs import from_launch_dir, write_json
-from scripts.evaluating.common import check_figure, haystack, opened, save_figure
+from scripts.evaluating.common import check_figure, documents, opened, save_figure
 
 
 def run_needle(options: DictConfig) -> list[Cell]:
@@ -22,7 +23,9 @@ def run_needle(options: DictConfig) -> list[Cell]:
     device = resolve_device(config.accelerator)
     path, checkpoint = opened(config)
     tokenizer = checkpoint.text_tokenizer()
-    sentences = haystack(config, checkpoint) if set(config.kinds) != {"repeated"} else []
+    sentences = []
+    if set(config.kinds) != {"repeated"}:
+        sentences = [sentence for text in documents(config, checkpoint) for sentence in sentences_of(text)]
     console = Console(stderr=True)
     count = len(config.kinds) * len(config.lengths) * len(config.depths)
     with arithmetic(config.precision, device):

@@ -4,13 +4,14 @@ from dataclasses import asdict
 
 from omegaconf import DictConfig
 
-from data.questions import HUB, questions
+from data.questions import HUB, names_seen_before, questions
 from kda_lm.cli import print_table
 from kda_lm.config import plain, read_config
 from kda_lm.device import arithmetic, resolve_device
+from kda_lm.errors import UserError
 from kda_lm.evaluation.questions import QuestionsConfig, QuestionsScore, answer_documents, answer_last_words
 from kda_lm.runs import from_launch_dir, launch_dir, write_json
-from scripts.evaluating.common import opened
+from scripts.evaluating.common import documents, opened
 
 
 def run_questions(options: DictConfig) -> QuestionsScore:
@@ -19,16 +20,24 @@ def run_questions(options: DictConfig) -> QuestionsScore:
     device = resolve_device(config.accelerator)
     path, checkpoint = opened(config)
     tokenizer = checkpoint.text_tokenizer()
-    asked = questions(config.set, config.files, from_launch_dir(config.cache_dir), launch_dir())[: config.limit]
+    if config.set == "names":
+        asked = names_seen_before(documents(config, checkpoint), config.characters)
+        if not asked:
+            raise UserError("no name comes again in the text: give a longer one with text=, or more characters=")
+        source = "the validation text" if config.text is None else str(config.text)
+    else:
+        asked = questions(config.set, config.files, from_launch_dir(config.cache_dir), launch_dir())
+        source = str(config.files or HUB[config.set][0])
+    asked = asked[: config.limit]
     with arithmetic(config.precision, device):
-        if config.set == "lambada":
+        if config.set in ("lambada", "names"):
             score = answer_last_words(checkpoint.model, tokenizer, asked, config.batch_tokens)
         else:
             score = answer_documents(checkpoint.model, tokenizer, asked, config.max_new_tokens, config.batch_tokens)
 
     rows = {
         "checkpoint": f"{path}, step {checkpoint.step:,}",
-        "questions": f"{score.questions:,} of {config.files or HUB[config.set][0]}, {score.tokens:.0f} tokens each",
+        "questions": f"{score.questions:,} of {source}, {score.tokens:.0f} tokens each",
         "accuracy": f"{100 * score.accuracy:.2f} %",
     }
     if score.perplexity is not None:

@@ -11,7 +11,7 @@ import torch
 from support import compose_config, small_options, tiny_lm
 
 from data import DataError, Tokenizer
-from data.questions import Question, questions
+from data.questions import Question, names_seen_before, questions
 from data.tasks.needle import sentences_of, solve
 from data.tokenizers import byte_tokenizer
 from kda_lm.checkpoint import open_checkpoint
@@ -172,6 +172,15 @@ def test_sets_that_are_refused(sets: Path, monkeypatch: pytest.MonkeyPatch) -> N
         questions("fda", None, sets / "cache", sets)
 
 
+def test_names_that_have_come_before() -> None:
+    """Within a sentence, whole words, near enough; a sentence's first word is no name."""
+    text = "We saw Madison, and later Adams met Madison. Adams wrote. Then to Adamson, and to Adams went Madisons."
+    found = names_seen_before([text, "the end of Madison"], 60)
+    assert [q.answers[0] for q in found] == ["Madison", "Adams"]
+    assert found[0].prompt == "We saw Madison, and later Adams met" and found[1].prompt.endswith("to Adamson, and to")
+    assert [q.answers[0] for q in names_seen_before([text], 20)] == []
+
+
 # ------------------------------------------------------------------------------ answers
 
 
@@ -218,6 +227,16 @@ def test_the_questions_command(run: Run, sets: Path) -> None:
     assert score.perplexity == pytest.approx(math.exp(sum(nats) / 2), rel=1e-4)
     assert json.loads(Path("out.json").read_text())["perplexity"] == score.perplexity
     assert command("files=lambada.jsonl", "limit=1").questions == 1
+    Path("names.txt").write_text("He saw Madison and then Madison went, said Madison.", encoding="utf-8")
+    named = command("set=names", "text=names.txt")
+    assert named.questions == 2 and named.perplexity > 1
+    for words, said in (
+        (["text=a.txt"], "text is set"),
+        (["set=names", "files=a.txt"], "files is set"),
+        (["set=names", "text=names.txt", "characters=3"], "no name comes again"),
+    ):
+        with pytest.raises(UserError, match=said):
+            command(*words)
     told = command("set=squad", "files=squad.json", "max_new_tokens=3")
     assert told.questions == 2 and told.accuracy == 0 and len(told.said) == 2
     for word, said in (
