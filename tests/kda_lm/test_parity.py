@@ -17,6 +17,7 @@ from kda_lm.evaluation import parity
 from kda_lm.mixers import RecurrentMixer, SoftmaxMixer
 from kda_lm.model import LM
 from scripts import evaluate
+from scripts.evaluating.parity import BrokenParity, run_parity
 
 Run = Callable[..., tuple[dict[str, Any], Path]]
 
@@ -134,7 +135,7 @@ def test_of_a_checkpoint(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture
     words = words_for(folder)
     for precision, arithmetics in (("auto", ["32-true"]), ("bf16-mixed", ["bf16-mixed"])):
         written = tmp_path / f"{precision}.json"
-        found = evaluate.run_parity(compose_config("parity", *words, f"precision={precision}", f"json={written}"))
+        found = run_parity(compose_config("parity", *words, f"precision={precision}", f"json={written}"))
         assert [x.precision for x in found] == arithmetics and not found[0].broken
         content = json.loads(written.read_text())
         assert len(content["parity"][0]["differences"]) == len(parity.WAYS)
@@ -145,15 +146,15 @@ def test_of_a_checkpoint(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture
         ("length=99999", "shorter than 4 windows of 99999 tok"),
     ):
         with pytest.raises(UserError, match=said):
-            evaluate.run_parity(compose_config("parity", *words, word))
+            run_parity(compose_config("parity", *words, word))
 
 
 def test_a_broken_model_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder = run("trained")
     wrong_step(monkeypatch)
     said = "not one answer whichever way it is computed: 32-true, prefill, then token by"
-    with pytest.raises(evaluate.BrokenParity, match=said) as stopped:
-        evaluate.run_parity(compose_config("parity", *words_for(folder)))
+    with pytest.raises(BrokenParity, match=said) as stopped:
+        run_parity(compose_config("parity", *words_for(folder)))
     assert stopped.value.exit_status == 1
 
 
@@ -162,4 +163,6 @@ def test_unknown_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     with pytest.raises(SystemExit) as stopped:
         evaluate.main()
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == "error: unknown command 'party'; commands are evaluate, parity\n"
+    error = capsys.readouterr().err
+    assert error.startswith("error: unknown command 'party'; commands are evaluate, context, ") and "parity" in error
+    assert error.count("\n") == 1

@@ -136,7 +136,9 @@ def test_every_task_has_a_configuration(name: str) -> None:
     assert config.task == TASKS[name]() and config.name == name
 
 
-@pytest.mark.parametrize("name", ["overwrite", "selective_reset", "global_reset", "mqar", "parity", "palindrome", "stacks"])
+@pytest.mark.parametrize(
+    "name", ["overwrite", "selective_reset", "global_reset", "mqar", "parity", "palindrome", "stacks"]
+)
 def test_experiments(name: str) -> None:
     composed = plain(compose_config("train", f"experiment={name}"))
     config = read_source(composed["data"])
