@@ -5,6 +5,7 @@
     tokenizers  bytes, BPE trained on the corpus, or any tokenizer.json; streaming decoder
     token_file  documents as one memory-mapped stream of ids, cached by content
     packing     the stream as batches, a pure function of (seed, step, rank)
+    questions   public questions with known answers, from the hub or local files
     loading     BaseDataModule: what a trainer takes, whatever is in it
     module      DataConfig and the DataModule of texts
     tasks       synthetic tasks, made on the fly, with their oracles, and the data module of these

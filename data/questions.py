@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.corpora import find_files
+from data.corpora import FORMATS, find_files
 from data.errors import DataError
 
 # By name: the hub's name, its configuration, and its split.
@@ -28,7 +28,7 @@ HUB: dict[str, tuple[str, str | None, str]] = {
 # A capitalised word that does not begin a sentence.
 NAME = re.compile(r"(?<=[a-z,;] )[A-Z][a-z]{2,}")
 TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
-LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+LOADERS = {suffix: kind for suffix, kind in sorted(FORMATS.items()) if kind != "text"}  # text has no keys
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 """The language model, and how it is trained, evaluated and sampled.
 
-Knows the kernels through their public functions and the data through its DataModule; see the README's map.
+Knows the kernels through their public functions and the data through its data modules and questions; see the README's
+map.
 """

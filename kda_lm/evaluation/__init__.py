@@ -6,6 +6,6 @@ context.py      loss by position, and on what the context has shown
 completions.py  continuations of prompts: given ones, and the likeliest
 questions.py    last words, facts of documents, needles in haystacks
 memory.py       the state of recurrent layers while they read
-harness.py      the same for the lm-evaluation-harness, which it needs
+harness.py      a checkpoint as a model of the lm-evaluation-harness, which it needs
 parity.py       whether all ways of computing give one answer
 """

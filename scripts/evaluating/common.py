@@ -1,15 +1,15 @@
 """What the commands of scripts/evaluate.py begin with: a checkpoint, and a text in windows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader
 
-from data import Batch, DataConfig, DataModule
+from data import Batch, DataConfig, DataModule, Tokenizer
 from kda_lm.checkpoint import Checkpoint, open_checkpoint
 from kda_lm.cli import required_path
 from kda_lm.config import read_config
@@ -44,15 +44,7 @@ def open_text(
         data_options["seq_len"] = seq_len
     if stride is not None and stride > data_options["seq_len"]:
         raise UserError(f"stride is {stride}; it takes at most seq_len = {data_options['seq_len']}")
-    data_options["cache_dir"] = str(from_launch_dir(config.cache_dir))
-    data = DataModule(
-        read_config(DataConfig, data_options, "data"),
-        batch_size=1,
-        micro_batch_size=None,
-        max_steps=1,
-        seed=0,
-        tokenizer=tokenizer,
-    )
+    data = _text_of(data_options, config, tokenizer)
     if config.text is None and config.tokenizer is None and data.val.manifest.key != checkpoint.text[1]:
         raise UserError("the text that this checkpoint was trained on has changed since; say what to score with text=…")
     return data
@@ -63,13 +55,17 @@ def open_training(config: TextConfig, checkpoint: Checkpoint) -> DataModule:
 
     Raises UserError or DataError: the text is no longer there, or has changed.
     """
-    options = {**checkpoint.data, "cache_dir": str(from_launch_dir(config.cache_dir))}
-    tokenizer = checkpoint.text_tokenizer()
-    source = read_config(DataConfig, options, "data")
-    data = DataModule(source, batch_size=1, micro_batch_size=None, max_steps=1, seed=0, tokenizer=tokenizer)
+    data = _text_of(checkpoint.data, config, checkpoint.text_tokenizer())
     if config.tokenizer is None and data.train.manifest.key != checkpoint.text[0]:
         raise UserError("the text that this checkpoint was trained on has changed since; rare=null does without it")
     return data
+
+
+def _text_of(options: Mapping[str, Any], config: TextConfig, tokenizer: Tokenizer) -> DataModule:
+    """What the data options describe, in the ids of `tokenizer`, with its files where the user keeps caches now."""
+    options = {**options, "cache_dir": str(from_launch_dir(config.cache_dir))}
+    source = read_config(DataConfig, options, "data")
+    return DataModule(source, batch_size=1, micro_batch_size=None, max_steps=1, seed=0, tokenizer=tokenizer)
 
 
 def progress(batches: "DataLoader[Batch]") -> Iterable[Batch]:
